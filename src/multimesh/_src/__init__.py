@@ -1,0 +1,1 @@
+"""Everything that does something. Private: import from `multimesh.jax` instead."""

@@ -1,0 +1,160 @@
+"""The flat program: the traced function as one list of equations over numbered variables.
+
+Inner jits are inlined and every equation carries its whole scope. Loops whose body has to be cut
+(`Loop`) are the only nesting; their bodies read variables of the enclosing program directly, so a
+loop has no list of constants. What `lax.scan` calls `xs` and `ys` is written out: a slice at the
+loop index, and a carried stack that is written at the loop index.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+from multimesh._src.ir.scope import Scope
+
+Var: TypeAlias = int
+
+
+@dataclass(frozen=True, slots=True)
+class Lit:
+    """A literal operand: a Python or numpy scalar with its type."""
+
+    value: Any
+    aval: Any
+
+
+Operand: TypeAlias = Var | Lit
+
+
+@dataclass(frozen=True, slots=True)
+class Equation:
+    """One JAX equation on our variables; the variables of `eqn` itself are ignored.
+
+    `serial` is unique within the program and survives passes, so that analyses can name it.
+    """
+
+    serial: int
+    eqn: Any  # jax.extend.core.JaxprEqn
+    inputs: tuple[Operand, ...]
+    outputs: tuple[Var, ...]
+    scope: Scope
+
+    @property
+    def primitive(self) -> str:
+        """Name of the JAX primitive."""
+        return self.eqn.primitive.name
+
+
+@dataclass(frozen=True, slots=True)
+class Carry:
+    """A value that a loop carries: `inside` is `init` at first, then `next`; `result` at last."""
+
+    init: Operand
+    inside: Var
+    next: Operand
+    result: Var
+
+
+@dataclass(frozen=True, slots=True)
+class Loop:
+    """A loop with a static trip count whose body is cut into tasks.
+
+    `index` is an int32 scalar that counts 0, 1, ... `length` - 1 in order of execution.
+    `marker` is the scope component of `microbatch`, empty for a loop written by hand.
+    """
+
+    serial: int
+    length: int
+    index: Var
+    carries: tuple[Carry, ...]
+    body: tuple["Step", ...]
+    scope: Scope
+    marker: str = ""
+
+    @property
+    def outputs(self) -> tuple[Var, ...]:
+        """The results of the loop, one per carry."""
+        return tuple(carry.result for carry in self.carries)
+
+
+Step: TypeAlias = Equation | Loop
+
+
+@dataclass(frozen=True, slots=True)
+class FlatProgram:
+    """The whole program. `avals` gives every variable's type.
+
+    `constants` are closed-over arrays; `batches` tells which arguments are wanted microbatch-major.
+    """
+
+    name: str
+    avals: Mapping[Var, Any]
+    arguments: tuple[Var, ...]
+    constants: Mapping[Var, Any]
+    steps: tuple[Step, ...]
+    results: tuple[Operand, ...]
+
+
+def free_variables(steps: tuple[Step, ...]) -> tuple[Var, ...]:
+    """Variables that `steps` read and do not make, in order of first use."""
+    made: set[Var] = set()
+    read: dict[Var, None] = {}
+    for step in steps:
+        for operand in step_inputs(step):
+            if not isinstance(operand, Lit) and operand not in made:
+                read[operand] = None
+        made.update(step.outputs)
+    return tuple(read)
+
+
+def step_inputs(step: Step) -> tuple[Operand, ...]:
+    """Operands of a step; for a loop its initial values and all that its body reads from outside."""
+    match step:
+        case Equation():
+            return step.inputs
+        case Loop():
+            inside = {step.index, *(carry.inside for carry in step.carries)}
+            made = {var for inner in step.body for var in inner.outputs}
+            reads = [var for var in free_variables(step.body) if var not in inside]
+            nexts = [
+                carry.next
+                for carry in step.carries
+                if not isinstance(carry.next, Lit) and carry.next not in made | inside
+            ]
+            return (*(carry.init for carry in step.carries), *reads, *nexts)
+
+
+def all_equations(steps: tuple[Step, ...]) -> Iterator[Equation]:
+    """Every equation at any depth, in program order."""
+    for step in steps:
+        if isinstance(step, Loop):
+            yield from all_equations(step.body)
+        else:
+            yield step
+
+
+def substitute(steps: tuple[Step, ...], new: Mapping[Var, Operand]) -> tuple[Step, ...]:
+    """Replaces variables that `steps` read, at any depth."""
+
+    def look(operand: Operand) -> Operand:
+        return operand if isinstance(operand, Lit) else new.get(operand, operand)
+
+    def rewrite(step: Step) -> Step:
+        match step:
+            case Equation():
+                if not any(v in new for v in step.inputs if not isinstance(v, Lit)):
+                    return step
+                return replace(step, inputs=tuple(map(look, step.inputs)))
+            case Loop():
+                carries = tuple(
+                    replace(carry, init=look(carry.init), next=look(carry.next))
+                    for carry in step.carries
+                )
+                return replace(step, carries=carries, body=substitute(step.body, new))
+
+    return tuple(map(rewrite, steps)) if new else steps
+
+
+def producers(steps: Iterable[Step]) -> dict[Var, Step]:
+    """The step that makes each variable, at this level only."""
+    return {var: step for step in steps for var in step.outputs}

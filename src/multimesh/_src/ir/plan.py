@@ -1,0 +1,107 @@
+"""The plan: one flat list of steps over numbered slots, ready to be compiled and run.
+
+A *slot* holds one array with a known sharding for some part of a step call. The plan is what the
+partitioner hands to the runtime: everything about names, trees and schedules is already resolved.
+Nothing here says when a slot is freed or donated: `runtime.buffers` adds that.
+"""
+
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from jax.sharding import NamedSharding, PartitionSpec
+from jax.extend.core import ClosedJaxpr
+
+from multimesh._src.ir.submesh import Submesh
+
+Slot: TypeAlias = int
+
+
+@dataclass(frozen=True, slots=True)
+class SlotInfo:
+    """Type and place of the array in a slot."""
+
+    aval: Any  # jax.core.ShapedArray: shape, dtype, weak_type
+    sharding: NamedSharding
+    label: str  # where the value comes from, for reports and errors
+
+
+@dataclass(frozen=True, slots=True)
+class Executable:
+    """One program to compile: a body on one submesh with the layout of its arguments and results.
+
+    Equal `body` objects (by identity) with equal specs and the same submesh are one executable.
+    """
+
+    name: str  # becomes the name of the compiled module
+    body: ClosedJaxpr  # no consts; constraint equations are abstract (see `ir.body`)
+    submesh: Submesh
+    in_specs: tuple[PartitionSpec, ...]
+    out_specs: tuple[PartitionSpec, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Runs an executable. `iteration` is -1 outside microbatch loops."""
+
+    executable: int
+    inputs: tuple[Slot, ...]
+    outputs: tuple[Slot, ...]
+    task: str
+    iteration: int
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """Copies values along one edge: `targets[i]` holds `sources[i]` in the target's sharding.
+
+    Source and target shardings may name other devices, other device counts or other layouts.
+    """
+
+    sources: tuple[Slot, ...]
+    targets: tuple[Slot, ...]
+    edge: str
+
+
+Step: TypeAlias = Run | Copy
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """A flat argument of the step: the slots that it fills when the step is called.
+
+    `slots` has one entry per sharding in which the argument itself is wanted at call time (usually
+    one). `microbatches` > 0 says that the array is wanted microbatch-major: `[B, ...]` cut along
+    dim `dim` is stored as `[microbatches, B / microbatches, ...]` (the cut dim moved to the front).
+    An unused argument has no slots.
+    """
+
+    index: int  # position among the flat arguments
+    name: str  # the user's name, as `state['params'][0]`
+    slots: tuple[Slot, ...]
+    donated: bool
+    microbatches: int = 0
+    dim: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """A closed-over array or an index, placed once when the plan is compiled."""
+
+    value: Any
+    slot: Slot
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """All that one call does. `outputs[i]` is the slot of the i-th flat result.
+
+    `outputs` may name one slot twice, or the slot of an input: the runtime returns the same array
+    (for an input: the caller's own array where it already lay in place).
+    """
+
+    slots: tuple[SlotInfo, ...]
+    inputs: tuple[Input, ...]
+    constants: tuple[Constant, ...]
+    executables: tuple[Executable, ...]
+    steps: tuple[Step, ...]
+    outputs: tuple[Slot, ...]

@@ -1,0 +1,92 @@
+"""The program: tasks bound to submeshes, and loops of tasks, ordered by dataflow only."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+from jax.extend.core import ClosedJaxpr
+from jax.sharding import PartitionSpec
+
+from multimesh._src.ir.flat import Carry, Operand, Var
+from multimesh._src.ir.submesh import Submesh
+
+Kind: TypeAlias = Literal["F", "BW", "-"]
+"""Forward, backward, or neither (outside microbatch loops)."""
+
+
+@dataclass(frozen=True, slots=True)
+class TaskNode:
+    """A piece of the program bound to one submesh.
+
+    `inputs` and `outputs` are the variables that its body takes and gives, in order. `stage` is -1
+    where the task is no action of a pipeline. `origin` is the user's `file:line` of its first
+    equation, `num_equations` counts clones too.
+    """
+
+    index: int
+    name: str
+    kind: Kind
+    stage: int
+    submesh: int
+    body: ClosedJaxpr
+    inputs: tuple[Var, ...]
+    outputs: tuple[Var, ...]
+    origin: str
+
+
+@dataclass(frozen=True, slots=True)
+class LoopNode:
+    """A loop whose tasks run `length` times. `microbatch` says that a schedule may order them."""
+
+    index: int
+    length: int
+    loop_index: Var
+    carries: tuple[Carry, ...]
+    tasks: tuple["ProgramStep", ...]
+    marker: str
+    microbatch: bool
+
+    @property
+    def outputs(self) -> tuple[Var, ...]:
+        """The results of the loop, one per carry."""
+        return tuple(carry.result for carry in self.carries)
+
+
+ProgramStep: TypeAlias = TaskNode | LoopNode
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """All tasks, and where every variable that crosses a task boundary lives.
+
+    `home` is the submesh of a variable (arguments included), `specs` its layout on each submesh
+    that holds it. Variables that are replicated everywhere (scalars, small arguments) have the home
+    `EVERYWHERE`.
+    """
+
+    name: str
+    submeshes: tuple[Submesh, ...]
+    avals: Mapping[Var, Any]
+    arguments: tuple[Var, ...]
+    constants: Mapping[Var, Any]
+    steps: tuple[ProgramStep, ...]
+    results: tuple[Operand, ...]
+    home: Mapping[Var, int]
+    specs: Mapping[tuple[Var, int], PartitionSpec]
+
+    @property
+    def tasks(self) -> tuple[TaskNode, ...]:
+        """Every task once, loops opened, in order."""
+        return tuple(all_tasks(self.steps))
+
+
+EVERYWHERE = -1
+
+
+def all_tasks(steps: tuple[ProgramStep, ...]) -> Iterator[TaskNode]:
+    """The tasks of some steps at any depth."""
+    for step in steps:
+        if isinstance(step, LoopNode):
+            yield from all_tasks(step.tasks)
+        else:
+            yield step

@@ -1,0 +1,40 @@
+"""Every private name of JAX that is used, one file per corner of JAX.
+
+`ENTRIES` lists them with the versions on which each was checked. Nothing outside this package may
+import `jax._src` or `jaxlib`.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One file of this package: the private names it uses and what happens without them."""
+
+    file: str
+    names: tuple[str, ...]
+    versions: tuple[str, ...]
+    without: str
+
+
+_ALL = ("0.10.2", "0.11.2", "0.12.0.1")
+
+ENTRIES = (
+    Entry(
+        file="backends.py",
+        names=("jax._src.xla_bridge.backends_are_initialized",),
+        versions=_ALL,
+        without="JAX itself refuses a late change of the number of CPU devices",
+    ),
+    Entry(
+        file="name_stack.py",
+        names=(
+            "jax._src.source_info_util.Transform",
+            "jax._src.source_info_util.current_name_stack",
+            "jax._src.source_info_util.user_frame",
+            "NameStack.stack",
+        ),
+        versions=_ALL,
+        without="the text of name stacks is parsed; scopes open around a call are not seen",
+    ),
+)

@@ -1,0 +1,272 @@
+"""Reading, building and rewriting jaxprs.
+
+Checked on jax 0.10.2, 0.11.2 and 0.12.0.1. What differs between them and is hidden here:
+
+- Up to 0.10 a `ClosedJaxpr` wraps a `Jaxpr`; from 0.11 they are one class, `cj.jaxpr is cj`, and an
+  open jaxpr with constvars is a jaxpr whose first inputs have no values attached.
+- `scan` says `num_consts` and `num_carry` in 0.10, `ft_in` and `ft_out` from 0.11.
+- Jaxprs without a `DebugInfo` warn.
+
+Private names: `jax._src.core.{eval_jaxpr, DropVar, ...}` (for most `jax.extend.core` has the same
+objects, and those are used), `jax._src.interpreters.partial_eval.make_jaxpr_effects`,
+`jax._src.effects.JaxprInputEffect`, `jax._src.source_info_util.new_source_info`.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+from jax._src import core, effects, source_info_util
+from jax._src.interpreters import partial_eval
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Var
+
+Atom: TypeAlias = Var | Literal
+AnyJaxpr: TypeAlias = Jaxpr | ClosedJaxpr
+
+
+# --- reading -------------------------------------------------------------------------------------
+
+
+def is_jaxpr(value: Any) -> bool:
+    """Whether `value` is an open or closed jaxpr."""
+    return isinstance(value, (Jaxpr, ClosedJaxpr))
+
+
+def is_literal(atom: Atom) -> bool:
+    """Whether an operand or output of a jaxpr is a literal."""
+    return isinstance(atom, Literal)
+
+
+def is_drop_var(var: Var) -> bool:
+    """Whether an output of an equation is thrown away."""
+    return isinstance(var, core.DropVar)
+
+
+def open_jaxpr(jaxpr: AnyJaxpr) -> Jaxpr:
+    """Returns the jaxpr that holds `constvars`, `invars`, `eqns` and `outvars`."""
+    return jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
+
+
+def consts_of(jaxpr: AnyJaxpr) -> tuple[Any, ...]:
+    """Returns the values attached to the constvars; empty for an open jaxpr."""
+    return tuple(getattr(jaxpr, "consts", ()))
+
+
+def sub_jaxprs(params: Mapping[str, Any]) -> tuple[AnyJaxpr, ...]:
+    """Returns the jaxprs held by the params of one equation, in order, not those inside them.
+
+    They come as they are held (open or closed); tuples and lists of jaxprs are looked into.
+    """
+    return tuple(_jaxprs_in(tuple(params.values())))
+
+
+def _jaxprs_in(value: Any) -> Iterator[AnyJaxpr]:
+    if is_jaxpr(value):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _jaxprs_in(item)
+
+
+def all_eqns(jaxpr: AnyJaxpr) -> Iterator[JaxprEqn]:
+    """Yields the equations of `jaxpr` and of every jaxpr inside them, outer ones first.
+
+    A jaxpr that several equations share is visited once per equation.
+    """
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in sub_jaxprs(eqn.params):
+            yield from all_eqns(inner)
+
+
+class ScanParts(NamedTuple):
+    """A scan as (consts, carry, xs) -> (carry, ys). `jaxpr` takes one slice of each of `xs`."""
+
+    num_consts: int
+    num_carry: int
+    length: int
+    reverse: bool
+    jaxpr: ClosedJaxpr
+
+
+def scan_parts(eqn: JaxprEqn) -> ScanParts:
+    """Returns how the operands and results of a `scan` equation are split."""
+    params = eqn.params
+    if "ft_in" in params:
+        num_consts, num_carry, _ = (len(part) for part in params["ft_in"].unpack())
+    else:
+        num_consts, num_carry = params["num_consts"], params["num_carry"]
+    return ScanParts(num_consts, num_carry, params["length"], params["reverse"], params["jaxpr"])
+
+
+# --- building ------------------------------------------------------------------------------------
+
+
+def new_var(aval: Any) -> Var:
+    """Returns a fresh variable of type `aval`."""
+    return core.Var(aval)
+
+
+def drop_var(aval: Any) -> Var:
+    """Returns an output that is thrown away."""
+    return core.DropVar(aval)
+
+
+def literal(value: Any, aval: Any) -> Literal:
+    """Returns a literal operand."""
+    return Literal(value, aval)
+
+
+def new_eqn(
+    invars: Sequence[Atom],
+    outvars: Sequence[Var],
+    primitive: Primitive,
+    params: Mapping[str, Any],
+    effects: Any = core.no_effects,
+    source_info: Any = None,
+    ctx: Any = None,
+) -> JaxprEqn:
+    """Returns a new equation.
+
+    Args:
+        invars: Operands, variables or literals.
+        outvars: Results.
+        primitive: The primitive bound.
+        params: Its params.
+        effects: Its effects.
+        source_info: Where it comes from (as `eqn.source_info`); default unknown, empty name stack.
+        ctx: Its context (as `eqn.ctx`); default the current one.
+    """
+    source_info = source_info or source_info_util.new_source_info()
+    return core.new_jaxpr_eqn(
+        list(invars), list(outvars), primitive, dict(params), effects, source_info, ctx
+    )
+
+
+def replace_eqn(
+    eqn: JaxprEqn,
+    *,
+    invars: Sequence[Atom] | None = None,
+    outvars: Sequence[Var] | None = None,
+    params: Mapping[str, Any] | None = None,
+    source_info: Any = None,
+) -> JaxprEqn:
+    """Returns `eqn` with some parts replaced; effects that name an operand follow it."""
+    invars = eqn.invars if invars is None else list(invars)
+    renamed = {
+        old: new
+        for old, new in zip(eqn.invars, invars, strict=True)
+        if not is_literal(old) and not is_literal(new)
+    }
+    return eqn.replace(
+        invars=invars,
+        outvars=None if outvars is None else list(outvars),
+        params=None if params is None else dict(params),
+        effects=_rename_effects(eqn.effects, renamed),
+        source_info=source_info,
+    )
+
+
+def _rename_effects(effs: Any, renamed: Mapping[Var, Var]) -> Any:
+    if not any(isinstance(eff, effects.JaxprInputEffect) for eff in effs):
+        return effs
+    return {
+        eff.replace(renamed.get(eff.input, eff.input))
+        if isinstance(eff, effects.JaxprInputEffect)
+        else eff
+        for eff in effs
+    }
+
+
+def debug_info(name: str, num_args: int, num_results: int) -> Any:
+    """Returns the `DebugInfo` of a jaxpr that we make: only a name."""
+    return core.DebugInfo("multimesh", name, ("",) * num_args, ("",) * num_results)
+
+
+def new_jaxpr(
+    invars: Sequence[Var],
+    outvars: Sequence[Atom],
+    eqns: Sequence[JaxprEqn],
+    *,
+    constvars: Sequence[Var] = (),
+    name: str = "body",
+) -> Jaxpr:
+    """Returns an open jaxpr; its effects are those of its equations."""
+    effs = partial_eval.make_jaxpr_effects(constvars, invars, outvars, eqns)
+    info = debug_info(name, len(invars), len(outvars))
+    return Jaxpr(list(constvars), list(invars), list(outvars), list(eqns), effs, info)
+
+
+def new_closed_jaxpr(
+    invars: Sequence[Var],
+    outvars: Sequence[Atom],
+    eqns: Sequence[JaxprEqn],
+    *,
+    constvars: Sequence[Var] = (),
+    consts: Sequence[Any] = (),
+    name: str = "body",
+) -> ClosedJaxpr:
+    """Returns a closed jaxpr; `consts` are the values of `constvars`."""
+    if len(constvars) != len(consts):
+        raise ValueError(f"`{len(constvars)}` constvars but `{len(consts)}` consts")
+    return close(new_jaxpr(invars, outvars, eqns, constvars=constvars, name=name), consts)
+
+
+def close(jaxpr: Jaxpr, consts: Sequence[Any] = ()) -> ClosedJaxpr:
+    """Attaches the values of its constvars to an open jaxpr."""
+    return ClosedJaxpr(jaxpr, list(consts))
+
+
+def with_eqns(jaxpr: AnyJaxpr, eqns: Sequence[JaxprEqn]) -> AnyJaxpr:
+    """Returns `jaxpr`, open or closed as it was, with other equations and the same variables."""
+    if isinstance(jaxpr, ClosedJaxpr) and not isinstance(jaxpr, Jaxpr):
+        return ClosedJaxpr(jaxpr.jaxpr.replace(eqns=list(eqns)), jaxpr.consts)
+    return jaxpr.replace(eqns=list(eqns))
+
+
+# --- rewriting -----------------------------------------------------------------------------------
+
+
+def map_sub_jaxprs(eqn: JaxprEqn, fn: Callable[[AnyJaxpr], AnyJaxpr]) -> JaxprEqn:
+    """Applies `fn` to each jaxpr held by the params of `eqn`, not to those inside them.
+
+    `fn` gets them as they are held and returns the same kind. Where it returns each jaxpr itself,
+    `eqn` is returned itself.
+    """
+    params = {key: _map_value(value, fn) for key, value in eqn.params.items()}
+    if all(params[key] is value for key, value in eqn.params.items()):
+        return eqn
+    return eqn.replace(params=params)
+
+
+def _map_value(value: Any, fn: Callable[[AnyJaxpr], AnyJaxpr]) -> Any:
+    if is_jaxpr(value):
+        return fn(value)
+    if type(value) in (tuple, list) and any(True for _ in _jaxprs_in(value)):
+        mapped = [_map_value(item, fn) for item in value]
+        same = all(new is old for new, old in zip(mapped, value, strict=True))
+        return value if same else type(value)(mapped)
+    return value
+
+
+def map_eqns(jaxpr: AnyJaxpr, fn: Callable[[JaxprEqn], JaxprEqn]) -> AnyJaxpr:
+    """Applies `fn` to every equation at any depth, inner ones first.
+
+    `fn` may change primitive and params but keeps operands and results. What does not change is
+    the same object afterwards, and a jaxpr shared by several equations stays shared (the caches of
+    JAX go by identity).
+    """
+    done: dict[int, tuple[AnyJaxpr, AnyJaxpr]] = {}  # keeps the keys' objects alive
+
+    def visit(inner: AnyJaxpr) -> AnyJaxpr:
+        if id(inner) not in done:
+            eqns = [fn(map_sub_jaxprs(eqn, visit)) for eqn in inner.eqns]
+            same = all(new is old for new, old in zip(eqns, inner.eqns, strict=True))
+            done[id(inner)] = (inner, inner if same else with_eqns(inner, eqns))
+        return done[id(inner)][1]
+
+    return visit(jaxpr)
+
+
+def evaluate(jaxpr: ClosedJaxpr, *args: Any) -> list[Any]:
+    """Evaluates a closed jaxpr; each equation keeps its context, source line and name stack."""
+    return core.eval_jaxpr(open_jaxpr(jaxpr), list(consts_of(jaxpr)), *args)

@@ -1,0 +1,1 @@
+"""From a traced function to a plan: see `pipeline` for the passes in order."""

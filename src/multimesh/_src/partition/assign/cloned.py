@@ -1,0 +1,105 @@
+"""Equations that are cloned into every task that uses them, instead of being placed.
+
+    mask = iota < n          # floating: no placed operand, cheap
+    y = task0(x, mask)  ;  z = task1(y, mask)       # each makes its own mask
+    b = broadcast(s)         # light: moving `s` is never dearer than moving `b`
+
+*Floating* equations read only literals, loop indices, small arguments and other floating
+equations, have no effect, and cost no more than the user's cut-off together with all they read.
+*Light* equations rearrange or repeat one operand.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from multimesh._src.ir.flat import FlatProgram, Lit, Loop, Step, Var
+from multimesh._src.jax_compat import jaxprs
+from multimesh._src.partition.prune import has_effect
+
+_FREE = frozenset(("iota", "broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose"))
+_LIGHT = frozenset(("broadcast_in_dim", "reshape", "squeeze", "expand_dims"))
+_RANDOM = frozenset(("random_bits", "threefry2x32", "random_fold_in", "random_split"))
+_RANDOM_WEIGHT = 100  # element operations of one random word
+
+
+@dataclass(frozen=True, slots=True)
+class Cloned:
+    """Serials of the equations that tasks clone, and the variables that are floating."""
+
+    floating: frozenset[int]
+    light: frozenset[int]
+    variables: frozenset[Var]
+
+    def __contains__(self, serial: int) -> bool:
+        return serial in self.floating or serial in self.light
+
+
+def find_cloned(
+    program: FlatProgram, *, fixed: frozenset[Var], max_cost: int, max_elements: int
+) -> Cloned:
+    """Finds floating and light equations.
+
+    Args:
+        program: The flat program.
+        fixed: Arguments that a caller placed on a submesh: never floating.
+        max_cost: Element operations that may be done again in each task.
+        max_elements: Arguments and constants of at most this size are on every submesh.
+    """
+    small = {
+        var
+        for var in (*program.arguments, *program.constants)
+        if program.avals[var].size <= max(1, max_elements) and var not in fixed
+    }
+    costs: dict[Var, int] = dict.fromkeys(small, 0)
+    light: set[int] = set()
+    floating: set[int] = set()
+    _visit(program.steps, program.avals, costs, floating, light, max_cost)
+    return Cloned(frozenset(floating), frozenset(light), frozenset(costs))
+
+
+def _visit(
+    steps: tuple[Step, ...],
+    avals: Mapping[Var, Any],
+    costs: dict[Var, int],
+    floating: set[int],
+    light: set[int],
+    max_cost: int,
+) -> None:
+    for step in steps:
+        if isinstance(step, Loop):
+            costs[step.index] = 0
+            _visit(step.body, avals, costs, floating, light, max_cost)
+            continue
+        if has_effect(step):
+            continue
+        reads = [v for v in step.inputs if not isinstance(v, Lit)]
+        if all(var in costs for var in reads):
+            cost = cost_of(step.eqn) + sum(costs[var] for var in dict.fromkeys(reads))
+            if cost <= max_cost:
+                floating.add(step.serial)
+                costs.update(dict.fromkeys(step.outputs, cost))
+                continue
+        if step.primitive in _LIGHT and len(reads) == 1:
+            light.add(step.serial)
+
+
+def cost_of(eqn: Any) -> int:
+    """Estimated element operations of one equation, inner jaxprs included."""
+    name = eqn.primitive.name
+    if name in _FREE:
+        return 0
+    inner = jaxprs.sub_jaxprs(eqn.params)
+    if inner:
+        trips = eqn.params.get("length", 1) if name == "scan" else 1
+        return trips * sum(cost_of(e) for jaxpr in inner for e in jaxprs.open_jaxpr(jaxpr).eqns)
+    elements = sum(var.aval.size for var in eqn.outvars)
+    if name == "dot_general":
+        (contracted, _), _ = eqn.params["dimension_numbers"]
+        return 2 * elements * prod(eqn.invars[0].aval.shape[dim] for dim in contracted)
+    if name in _RANDOM:
+        return _RANDOM_WEIGHT * elements
+    if name.startswith(("reduce", "arg", "cum", "sort")):
+        return sum(atom.aval.size for atom in eqn.invars)
+    return elements

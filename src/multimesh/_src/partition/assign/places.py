@@ -1,0 +1,239 @@
+"""Spreads the submeshes of the seeds over all other equations.
+
+    y = x @ w1            # seed: stage=0              y : stage=0
+    u = y * 2 + t         # no seed                    u : stage=0, where its operand is made
+    z = u @ w2            # seed: stage=1              z : stage=1
+    m' = 0.9 m + g        # g is made on stage=1       m' : stage=1
+
+An equation without a seed goes where the fewest bytes cross: its operands count where they are
+made, its result where its seeded users are (DESIGN 5.2). Loop bodies are decided before what is
+around them. Arguments and loop constants have a say only when nothing else has, scalars only at
+the very end.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from multimesh._src.ir.flat import Carry, Equation, FlatProgram, Lit, Loop, Step, Var
+from multimesh._src.partition.assign.cloned import Cloned
+
+
+@dataclass(slots=True)
+class _Table:
+    """What is known so far. `place` holds equations by serial, `var_place` variables."""
+
+    avals: Mapping[Var, Any]
+    cloned: Cloned
+    seeded: Mapping[int, int]
+    place: dict[int, int] = field(default_factory=dict)
+    var_place: dict[Var, int] = field(default_factory=dict)
+    made_by: dict[Var, Equation] = field(default_factory=dict)
+    order: dict[Var, int] = field(default_factory=dict)  # when a variable is made
+    users: dict[Var, list[Equation]] = field(default_factory=lambda: defaultdict(list))
+    wanted: dict[Var, list[int]] = field(default_factory=lambda: defaultdict(list))
+    region: dict[Var, int] = field(default_factory=dict)  # serial of the loop it is made in
+    carries: list[Carry] = field(default_factory=list)
+    weak: set[Var] = field(default_factory=set)
+
+
+def assign_places(
+    program: FlatProgram,
+    cloned: Cloned,
+    seeded: Mapping[int, int],
+    arguments: Mapping[Var, int],
+    results: Mapping[int, int],
+    default: int,
+) -> dict[int, int]:
+    """Gives every equation a submesh.
+
+    Args:
+        program: The flat program.
+        cloned: Equations that need no place; they get one only where a result or a carry needs it.
+        seeded: Submesh of each seed, by serial.
+        arguments: Submesh of each argument that the caller placed.
+        results: Submesh of each result position that `out_shardings` places.
+        default: The submesh of what nothing else decides.
+
+    Returns:
+        The submesh of each equation, by serial.
+    """
+    table = _Table(program.avals, cloned, seeded)
+    table.var_place.update(arguments)
+    table.weak.update(program.arguments)
+    table.weak.update(program.constants)
+    regions: list[tuple[Equation, ...]] = []
+    _index(program.steps, table, regions, region=-1)
+    for position, place in results.items():
+        var = program.results[position]
+        if not isinstance(var, Lit):
+            table.wanted[var].append(place)
+    for equation_place in seeded.items():
+        _settle_seed(*equation_place, table)
+    for scalars, weak in ((False, False), (False, True), (True, False), (True, True)):
+        for _ in range(len(regions) + 2):  # carries may pass a place from loop to loop
+            changed = [_decide_region(eqs, table, scalars=scalars, weak=weak) for eqs in regions]
+            if not any(changed):
+                break
+        if not weak:
+            _vote_for_arguments(program, table)
+    everything = [equation for region in regions for equation in region]
+    return {eq.serial: table.place.get(eq.serial, default) for eq in everything}
+
+
+def _index(
+    steps: tuple[Step, ...], table: _Table, regions: list[tuple[Equation, ...]], region: int
+) -> None:
+    for step in steps:
+        if isinstance(step, Loop):
+            table.carries += step.carries
+            for carry in step.carries:
+                table.order[carry.inside] = len(table.order)
+                table.region[carry.inside] = step.serial
+            _index(step.body, table, regions, step.serial)
+            for carry in step.carries:
+                table.order[carry.result] = len(table.order)
+                table.region[carry.result] = region
+            continue
+        for var in step.inputs:
+            if not isinstance(var, Lit):
+                table.users[var].append(step)
+        for var in step.outputs:
+            table.made_by[var] = step
+            table.order[var] = len(table.order)
+            table.region[var] = region
+    regions.append(tuple(step for step in steps if isinstance(step, Equation)))
+
+
+def _settle_seed(serial: int, place: int, table: _Table) -> None:
+    table.place[serial] = place
+
+
+def _decide_region(
+    equations: tuple[Equation, ...], table: _Table, *, scalars: bool, weak: bool
+) -> bool:
+    """One sweep down and one sweep up; says whether anything was decided."""
+    before = len(table.place)
+    for equation in equations:
+        if equation.serial not in table.place:
+            _settle(equation, _from_operands(equation, table, scalars, weak), table)
+        else:
+            _settle(equation, table.place[equation.serial], table)
+    _settle_carries(table)
+    for equation in reversed(equations):
+        if equation.serial not in table.place:
+            _settle(equation, _from_users(equation, table), table)
+    _settle_carries(table)
+    return len(table.place) > before
+
+
+def _settle(equation: Equation, place: int | None, table: _Table) -> None:
+    if place is None:
+        return
+    table.place[equation.serial] = place
+    if equation.serial not in table.cloned.floating:
+        table.var_place.update(dict.fromkeys(equation.outputs, place))
+
+
+def _settle_carries(table: _Table) -> None:
+    """A carry lives where its next value is made, else where its value inside is used."""
+    for carry in table.carries:
+        place = None if isinstance(carry.next, Lit) else table.var_place.get(carry.next)
+        if place is None:
+            places = _user_places(carry.inside, table) or _user_places(carry.result, table)
+            place = next(iter(places), None)
+        if place is not None:
+            table.var_place[carry.inside] = table.var_place[carry.result] = place
+            if not isinstance(carry.init, Lit) and place not in table.wanted[carry.init]:
+                table.wanted[carry.init].append(place)
+            if not isinstance(carry.next, Lit) and place not in table.wanted[carry.next]:
+                table.wanted[carry.next].append(place)
+
+
+def _bytes(var: Var, table: _Table) -> int:
+    """Bytes that move when `var` does; a broadcast counts as its operand."""
+    maker = table.made_by.get(var)
+    while maker is not None and maker.serial in table.cloned.light:
+        (var,) = (v for v in maker.inputs if not isinstance(v, Lit))
+        maker = table.made_by.get(var)
+    aval = table.avals[var]
+    return aval.size * aval.dtype.itemsize
+
+
+def _voters(equation: Equation, table: _Table, scalars: bool, weak: bool) -> list[Var]:
+    region = table.region.get(equation.outputs[0], -1) if equation.outputs else -1
+
+    def may_vote(var: Var) -> bool:
+        if var not in table.var_place or var in table.cloned.variables:
+            return False
+        outside = var in table.weak or table.region.get(var, -1) != region
+        return (weak or not outside) and (scalars or table.avals[var].ndim > 0)
+
+    operands = dict.fromkeys(v for v in equation.inputs if not isinstance(v, Lit))
+    return [var for var in operands if may_vote(var)]
+
+
+def _from_operands(equation: Equation, table: _Table, scalars: bool, weak: bool) -> int | None:
+    if equation.serial in table.cloned.floating:
+        return None
+    scalars = scalars or equation.scope.transposes > 0
+    voters = _voters(equation, table, scalars, weak)
+    if not voters:
+        return None
+    seeded_users = _seeded_user_places(equation, table)
+    voters.sort(key=lambda var: table.order.get(var, -1), reverse=True)
+    candidates = list(dict.fromkeys([table.var_place[v] for v in voters] + seeded_users))
+    result = sum(_bytes(var, table) for var in equation.outputs)
+
+    def crossing(place: int) -> int:
+        operands = sum(_bytes(var, table) for var in voters if table.var_place[var] != place)
+        return operands + result * sum(user != place for user in seeded_users)
+
+    return min(candidates, key=crossing)  # the first of equals: the operand made last
+
+
+def _seeded_user_places(equation: Equation, table: _Table) -> list[int]:
+    places = [
+        table.seeded[user.serial]
+        for var in equation.outputs
+        for user in table.users[var]
+        if user.serial in table.seeded and user.serial not in table.cloned.floating
+    ]
+    places += [place for var in equation.outputs for place in table.wanted[var]]
+    return list(dict.fromkeys(places))
+
+
+def _user_places(var: Var, table: _Table) -> list[int]:
+    """Places of the users of `var`, looking through what is cloned, most frequent first."""
+    places: dict[int, int] = {}
+    todo, seen = [var], {var}
+    while todo:
+        current = todo.pop(0)
+        for place in table.wanted[current]:
+            places[place] = places.get(place, 0) + 1
+        for user in table.users[current]:
+            if user.serial in table.cloned:
+                new = [v for v in user.outputs if v not in seen]
+                seen.update(new)
+                todo += new
+            if user.serial in table.place and user.serial not in table.cloned.floating:
+                place = table.place[user.serial]
+                places[place] = places.get(place, 0) + 1
+    return sorted(places, key=lambda place: -places[place])
+
+
+def _from_users(equation: Equation, table: _Table) -> int | None:
+    places: Iterable[int] = (
+        place for var in equation.outputs for place in _user_places(var, table)
+    )
+    return next(iter(places), None)
+
+
+def _vote_for_arguments(program: FlatProgram, table: _Table) -> None:
+    """Arguments without a place get the submesh that uses them most, as far as known."""
+    for var in (*program.arguments, *program.constants):
+        if var not in table.var_place:
+            places = _user_places(var, table)
+            if places:
+                table.var_place[var] = places[0]

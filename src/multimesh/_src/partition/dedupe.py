@@ -1,0 +1,69 @@
+"""Finds equal bodies, so that equal layers are one executable.
+
+    layer0_fwd { y = dot x w ; z = tanh y }       one body for both, however
+    layer1_fwd { b = dot a v ; c = tanh b }       their variables are called
+
+Two bodies are equal when their equations are: same primitives, same params, same wiring, same
+types. Source lines and scopes do not count.
+"""
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+from jax.extend.core import ClosedJaxpr
+
+from multimesh._src.jax_compat import jaxprs
+
+
+def deduplicate(bodies: Sequence[ClosedJaxpr]) -> tuple[ClosedJaxpr, ...]:
+    """Returns for each body the first of those that equal it."""
+    first: dict[Hashable, ClosedJaxpr] = {}
+    return tuple(first.setdefault(signature(body), body) for body in bodies)
+
+
+def signature(jaxpr: Any) -> Hashable:
+    """A hashable value that equal jaxprs share."""
+    opened = jaxprs.open_jaxpr(jaxpr)
+    numbers: dict[Any, int] = {}
+
+    def name(var: Any) -> int:
+        return numbers.setdefault(var, len(numbers))
+
+    def atom(operand: Any) -> Hashable:
+        if jaxprs.is_literal(operand):
+            return ("literal", _hashable(operand.val), _type(operand.aval))
+        return name(operand)
+
+    inputs = tuple((name(var), _type(var.aval)) for var in (*opened.constvars, *opened.invars))
+    equations = tuple(
+        (
+            eqn.primitive,
+            tuple((key, _hashable(value)) for key, value in sorted(eqn.params.items())),
+            tuple(atom(operand) for operand in eqn.invars),
+            tuple((name(var), _type(var.aval)) for var in eqn.outvars),
+        )
+        for eqn in opened.eqns
+    )
+    consts = tuple(id(const) for const in jaxprs.consts_of(jaxpr))
+    return inputs, equations, tuple(atom(var) for var in opened.outvars), consts
+
+
+def _type(aval: Any) -> Hashable:
+    return (aval.shape, aval.dtype, aval.weak_type) if hasattr(aval, "shape") else aval
+
+
+def _hashable(value: Any) -> Hashable:
+    """A value that equal params share; objects without a hash count by identity."""
+    if jaxprs.is_jaxpr(value):
+        return signature(value)
+    if isinstance(value, (tuple, list)):
+        return (type(value), tuple(map(_hashable, value)))
+    if hasattr(value, "tobytes") and hasattr(value, "dtype"):
+        return (str(value.dtype), value.shape, value.tobytes())
+    if isinstance(value, float):
+        return ("float", value.hex())
+    try:
+        hash(value)
+    except TypeError:
+        return ("object", id(value))
+    return (type(value), value)

@@ -1,0 +1,151 @@
+"""Runs the program on paper: which task runs when, on which values.
+
+    loop i < 2, acc = zeros: acc' = bwd(x, acc, i)   ->   bwd(x, zeros, 0) -> acc'0
+    return acc'                                           bwd(x, acc'0, 1) -> acc'1  ; acc'1
+
+An *instance* is one value of a variable: variables made inside loops have one per iteration. What a
+loop carries is resolved to the instance that it stands for at that moment, so that accumulators
+chain in the order in which their tasks run.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from multimesh._src.ir.flat import Carry, Lit, Operand, Var
+from multimesh._src.ir.program import LoopNode, ProgramStep, TaskNode
+
+
+@dataclass(frozen=True, slots=True)
+class Instance:
+    """A variable in given iterations of the loops that make it."""
+
+    var: Var
+    iterations: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class LoopIndex:
+    """The value of a loop index."""
+
+    value: int
+
+
+Item: TypeAlias = Instance | LoopIndex | Lit
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One run of a task. `iteration` is that of the innermost loop, -1 outside loops."""
+
+    task: TaskNode
+    inputs: tuple[Item, ...]
+    outputs: tuple[Instance, ...]
+    iteration: int
+
+
+Runs: TypeAlias = tuple[tuple[TaskNode, int], ...]
+
+
+@dataclass(slots=True)
+class _Walk:
+    """The state of the walk: what loop variables stand for, and how deep variables are made."""
+
+    runs_of: Mapping[int, Runs]
+    events: list[Event] = field(default_factory=list)
+    current: dict[Var, Item] = field(default_factory=dict)
+    depth: dict[Var, int] = field(default_factory=dict)
+
+    def look(self, operand: Operand, iterations: tuple[int, ...]) -> Item:
+        if isinstance(operand, Lit):
+            return operand
+        if operand in self.current:
+            return self.current[operand]
+        return Instance(operand, iterations[: self.depth.get(operand, 0)])
+
+    def run(self, task: TaskNode, iterations: tuple[int, ...]) -> None:
+        inputs = tuple(self.look(var, iterations) for var in task.inputs)
+        self.depth.update(dict.fromkeys(task.outputs, len(iterations)))
+        outputs = tuple(Instance(var, iterations) for var in task.outputs)
+        iteration = iterations[-1] if iterations else -1
+        self.events.append(Event(task, inputs, outputs, iteration))
+
+    def steps(self, steps: tuple[ProgramStep, ...], iterations: tuple[int, ...]) -> None:
+        for step in steps:
+            if isinstance(step, TaskNode):
+                self.run(step, iterations)
+            else:
+                self.loop(step, iterations)
+
+    def loop(self, loop: LoopNode, iterations: tuple[int, ...]) -> None:
+        inits = {carry.inside: self.look(carry.init, iterations) for carry in loop.carries}
+        self.current.update(inits)
+        runs = self.runs_of.get(loop.index)
+        ends = (
+            self._in_order(loop, iterations)
+            if runs is None
+            else self._scheduled(loop, runs, iterations)
+        )
+        for carry in loop.carries:
+            self.current.pop(carry.inside)
+            self.current[carry.result] = ends[carry.inside]
+
+    def _in_order(self, loop: LoopNode, iterations: tuple[int, ...]) -> dict[Var, Item]:
+        for iteration in range(loop.length):
+            self.current[loop.loop_index] = LoopIndex(iteration)
+            inner = (*iterations, iteration)
+            self.steps(loop.tasks, inner)
+            nexts = {carry.inside: self.look(carry.next, inner) for carry in loop.carries}
+            self.current.update(nexts)
+        return {carry.inside: self.current[carry.inside] for carry in loop.carries}
+
+    def _scheduled(
+        self, loop: LoopNode, runs: Runs, iterations: tuple[int, ...]
+    ) -> dict[Var, Item]:
+        carried: dict[Var, list[Carry]] = {}
+        for carry in loop.carries:
+            if not isinstance(carry.next, Lit):
+                carried.setdefault(carry.next, []).append(carry)
+        for task, iteration in runs:
+            self.current[loop.loop_index] = LoopIndex(iteration)
+            inner = (*iterations, iteration)
+            self.run(task, inner)
+            for var in task.outputs:
+                for carry in carried.get(var, ()):
+                    self.current[carry.inside] = Instance(var, inner)
+        last = (*iterations, loop.length - 1)
+        made = {var for task, _ in runs for var in task.outputs}
+        read = {var for task, _ in runs for var in task.inputs}
+        return {
+            carry.inside: self.current[carry.inside]
+            if carry.next in made and carry.inside in read
+            else self.look(carry.next, last)
+            for carry in loop.carries
+        }
+
+
+def walk(
+    steps: tuple[ProgramStep, ...],
+    results: tuple[Operand, ...],
+    runs_of: Callable[[LoopNode], Runs | None],
+) -> tuple[tuple[Event, ...], tuple[Item, ...]]:
+    """Returns all runs of all tasks in order, and what each result is.
+
+    Args:
+        steps: The program.
+        results: Its results.
+        runs_of: The scheduled order of a microbatch loop, None for a sequential one.
+    """
+    state = _Walk({step.index: runs for step in _loops(steps) if (runs := runs_of(step))})
+    state.steps(steps, ())
+    return tuple(state.events), tuple(state.look(operand, ()) for operand in results)
+
+
+def _loops(steps: tuple[ProgramStep, ...]) -> list[LoopNode]:
+    found: list[LoopNode] = []
+    for step in steps:
+        if isinstance(step, LoopNode):
+            found += [step, *_loops(step.tasks)]
+    return found
+
+

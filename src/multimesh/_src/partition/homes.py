@@ -1,0 +1,70 @@
+"""Decides where arguments, constants and results live (DESIGN R7, R8).
+
+    embed(table) on stage=0, logits(table) on stage=1, 8 microbatches   ->   table: stage=0
+    step: i32[]                                                         ->   everywhere
+
+An argument has one owner: where the caller put it if that submesh uses it, else the submesh that
+uses it most, else the first. Scalars live everywhere, and so do small arrays that several
+submeshes use.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from multimesh._src.ir.flat import Var
+from multimesh._src.ir.program import EVERYWHERE, LoopNode, ProgramStep
+
+
+def find_homes(
+    steps: tuple[ProgramStep, ...],
+    outside: tuple[Var, ...],
+    avals: Mapping[Var, Any],
+    placed: Mapping[Var, int],
+    max_elements: int,
+) -> dict[Var, int]:
+    """Returns the home of every variable that a task makes, and of every argument that is used.
+
+    Args:
+        steps: Tasks and loops.
+        outside: Arguments and constants.
+        avals: Types of the variables.
+        placed: Submeshes on which callers placed arguments.
+        max_elements: Arrays up to this size are replicated where several submeshes use them.
+    """
+    uses: dict[Var, dict[int, int]] = {}
+    homes: dict[Var, int] = {}
+    _count(steps, 1, uses, homes)
+    for var in outside:
+        executions = uses.get(var, {})
+        if avals[var].ndim == 0 or (avals[var].size <= max_elements and len(executions) > 1):
+            homes[var] = EVERYWHERE
+        elif placed.get(var) in executions:
+            homes[var] = placed[var]
+        elif executions:
+            homes[var] = max(executions, key=lambda submesh: executions[submesh])
+        elif var in placed:
+            homes[var] = placed[var]
+    return homes
+
+
+def _count(
+    steps: tuple[ProgramStep, ...],
+    executions: int,
+    uses: dict[Var, dict[int, int]],
+    homes: dict[Var, int],
+) -> None:
+    """Counts executions that read a variable, per submesh; a loop's initial value counts once."""
+    for step in steps:
+        if isinstance(step, LoopNode):
+            _count(step.tasks, executions * step.length, uses, homes)
+            for carry in step.carries:
+                if isinstance(carry.init, int):
+                    place = homes.get(carry.next, -2) if isinstance(carry.next, int) else -2
+                    if place >= 0:
+                        counts = uses.setdefault(carry.init, {})
+                        counts[place] = counts.get(place, 0) + 1
+            continue
+        homes.update(dict.fromkeys(step.outputs, step.submesh))
+        for var in step.inputs:
+            counts = uses.setdefault(var, {})
+            counts[step.submesh] = counts.get(step.submesh, 0) + executions

@@ -1,0 +1,213 @@
+"""Turns a traced jaxpr into a flat program with joined scopes.
+
+    a = jit[f](x)            # in scope `layer0`          a' = mul x 2.0     # scope `layer0/inner`
+      where f: mul x 2.0     # in scope `inner`    ->
+    c, ys = scan[body](w, c0, xs)                         loop i < length, c = c0:
+                                                            x = slice xs i ; ... ; ys = write ys i
+
+Inner jits and custom derivatives are always inlined. A remat region is cut when it touches several
+submeshes (DESIGN R20), and so is a scan (R11); otherwise both stay one equation.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from multimesh._src.ir.scope import Scope
+from multimesh._src.frontend.scopes import scope_of_equation
+from multimesh._src.frontend.tracing import TracedFunction
+from multimesh._src.ir.flat import Carry, Equation, FlatProgram, Lit, Loop, Operand, Step, Var
+from multimesh._src.jax_compat import jaxprs
+from multimesh._src.partition.seeds import Seeds
+
+_CALLS = frozenset(
+    ("jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "remat_call")
+)
+_REMAT = frozenset(("checkpoint", "remat", "remat2"))
+
+
+def inline(traced: TracedFunction, seeds: Seeds) -> FlatProgram:
+    """Returns the flat program of a traced function.
+
+    Args:
+        traced: The function; its jaxpr's consts become `constants`.
+        seeds: Decides which scans and remat regions are cut.
+    """
+    builder = Builder(seeds)
+    jaxpr = jaxprs.open_jaxpr(traced.jaxpr)
+    consts = jaxprs.consts_of(traced.jaxpr)
+    arguments = tuple(builder.new(var.aval) for var in jaxpr.invars)
+    operands = [*map(builder.constant, consts), *arguments]
+    variables = (
+        [*jaxpr.constvars, *jaxpr.invars] if jaxpr.constvars else jaxpr.invars
+    )
+    results = builder.inline(jaxpr.eqns, jaxpr.outvars, variables, operands, traced.ambient)
+    return FlatProgram(
+        name=traced.name,
+        avals=builder.avals,
+        arguments=arguments,
+        constants=builder.constants,
+        steps=tuple(builder.steps),
+        results=tuple(results),
+    )
+
+
+@dataclass(slots=True)
+class Builder:
+    """A flat program in the making: numbers variables and equations."""
+
+    seeds: Seeds
+    avals: dict[Var, Any] = field(default_factory=dict)
+    constants: dict[Var, Any] = field(default_factory=dict)
+    steps: list[Step] = field(default_factory=list)
+    num_steps: int = 0
+    _constant_of: dict[int, Var] = field(default_factory=dict)
+
+    def new(self, aval: Any) -> Var:
+        """Returns a new variable of type `aval`."""
+        var = len(self.avals)
+        self.avals[var] = aval
+        return var
+
+    def serial(self) -> int:
+        """Returns a new serial number for a step."""
+        self.num_steps += 1
+        return self.num_steps - 1
+
+    def constant(self, value: Any) -> Operand:
+        """Returns the operand of a closed-over value; one array is one constant."""
+        aval = jax.typeof(value)
+        if not isinstance(value, jax.Array) and np.ndim(value) == 0:
+            return Lit(value, aval)
+        if id(value) not in self._constant_of:
+            var = self.new(aval)
+            self.constants[var] = value
+            self._constant_of[id(value)] = var
+        return self._constant_of[id(value)]
+
+    def inline(
+        self,
+        eqns: Sequence[Any],
+        outvars: Sequence[Any],
+        variables: Sequence[Any],
+        operands: Sequence[Operand],
+        scope: Scope,
+    ) -> list[Operand]:
+        """Appends the equations of a jaxpr whose `variables` stand for `operands`."""
+        env: dict[Any, Operand] = dict(zip(variables, operands, strict=True))
+
+        def read(atom: Any) -> Operand:
+            return Lit(atom.val, atom.aval) if jaxprs.is_literal(atom) else env[atom]
+
+        for eqn in eqns:
+            inputs = [read(atom) for atom in eqn.invars]
+            outputs = self._inline_equation(eqn, inputs, scope.join(scope_of_equation(eqn)))
+            env.update(zip(eqn.outvars, outputs, strict=True))
+        return [read(atom) for atom in outvars]
+
+    def _inline_equation(
+        self, eqn: Any, inputs: list[Operand], scope: Scope
+    ) -> Sequence[Operand]:
+        name = eqn.primitive.name
+        if name in _CALLS or (
+            name in _REMAT and self.seeds.num_submeshes_inside(eqn, scope) > 1
+        ):
+            return self._inline_call(eqn, inputs, scope)
+        if name == "scan" and self.seeds.num_submeshes_inside(eqn, scope) > 1:
+            return self._inline_scan(eqn, inputs, scope)
+        outputs = tuple(self.new(var.aval) for var in eqn.outvars)
+        self.steps.append(Equation(self.serial(), eqn, tuple(inputs), outputs, scope))
+        return outputs
+
+    def _inline_call(self, eqn: Any, inputs: list[Operand], scope: Scope) -> list[Operand]:
+        inner = jaxprs.sub_jaxprs(eqn.params)[0]
+        return self.inline_closed(inner, inputs, scope)
+
+    def inline_closed(self, closed: Any, inputs: Sequence[Operand], scope: Scope) -> list[Operand]:
+        """Appends the equations of a jaxpr that may carry consts."""
+        jaxpr = jaxprs.open_jaxpr(closed)
+        consts = [self.constant(value) for value in jaxprs.consts_of(closed)]
+        variables = [*jaxpr.constvars, *jaxpr.invars]
+        return self.inline(jaxpr.eqns, jaxpr.outvars, variables, [*consts, *inputs], scope)
+
+    def emit(
+        self, function: Callable[..., Any], inputs: Sequence[Operand], scope: Scope
+    ) -> list[Operand]:
+        """Appends the equations of a small JAX function of `inputs`."""
+        avals = [self.aval(operand) for operand in inputs]
+        structs = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
+        return self.inline_closed(jax.make_jaxpr(function)(*structs), inputs, scope)
+
+    def aval(self, operand: Operand) -> Any:
+        """The type of an operand."""
+        return operand.aval if isinstance(operand, Lit) else self.avals[operand]
+
+    def _inline_scan(self, eqn: Any, inputs: list[Operand], scope: Scope) -> list[Operand]:
+        # (consts, init, xs) -> (carry, ys), with xs sliced and ys written inside the body
+        parts = jaxprs.scan_parts(eqn)
+        length, split = parts.length, parts.num_consts + parts.num_carry
+        consts, inits, xs = inputs[: parts.num_consts], inputs[parts.num_consts : split], inputs[split:]
+        stacks = [self._empty_stack(var.aval, scope) for var in eqn.outvars[parts.num_carry :]]
+        outer, self.steps = self.steps, []
+
+        index = self.new(jax.typeof(np.int32(0)))
+        inside = [self.new(var.aval) for var in eqn.outvars]
+        (position,) = (
+            self.emit(lambda i: lax.sub(np.int32(length - 1), i), [index], scope)
+            if parts.reverse
+            else [index]
+        )
+        slices = [self.emit(read_slot, [x, position], scope)[0] for x in xs]
+        carried = inside[: parts.num_carry]
+        results = self.inline_closed(parts.jaxpr, [*consts, *carried, *slices], scope)
+        written = [
+            self.emit(write_slot, [stack, value, position], scope)[0]
+            for stack, value in zip(
+                inside[parts.num_carry :], results[parts.num_carry :], strict=True
+            )
+        ]
+        body, self.steps = self.steps, outer
+        outputs = [self.new(var.aval) for var in eqn.outvars]
+        carries = tuple(
+            map(
+                Carry,
+                [*inits, *stacks],
+                inside,
+                [*results[: parts.num_carry], *written],
+                outputs,
+            )
+        )
+        own = scope_of_equation(eqn).markers
+        marker = next((m for m in own if m.startswith("multimesh:microbatch:")), "")
+        loop = Loop(self.serial(), length, index, carries, tuple(body), scope, marker)
+        self.steps.append(loop)
+        return outputs
+
+    def _empty_stack(self, aval: Any, scope: Scope) -> Operand:
+        return self.emit(lambda: empty(aval.shape, aval.dtype), [], scope)[0]
+
+
+def empty(shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """Zeros of any type, keys included."""
+    if not jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
+        return lax.full(shape, 0, dtype)
+    base = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, dtype))
+    return jax.random.wrap_key_data(jnp.zeros(base.shape, base.dtype), impl=dtype._impl.name)
+
+
+def read_slot(stack: jax.Array, index: jax.Array) -> jax.Array:
+    """Reads `stack[index]` without the clamping of negative indices."""
+    starts = (index, *(np.int32(0),) * (stack.ndim - 1))
+    piece = lax.dynamic_slice_p.bind(stack, *starts, slice_sizes=(1, *stack.shape[1:]))
+    return lax.squeeze(piece, (0,))
+
+
+def write_slot(stack: jax.Array, value: jax.Array, index: jax.Array) -> jax.Array:
+    """Writes `stack[index] = value`."""
+    starts = (index, *(np.int32(0),) * (stack.ndim - 1))
+    return lax.dynamic_update_slice_p.bind(stack, lax.expand_dims(value, (0,)), *starts)

@@ -1,0 +1,88 @@
+"""The order in which the tasks of a loop run.
+
+A microbatch loop runs in the order of its schedule, which is made for the loop's own stage graph,
+checked against it and simulated: what starts earlier is enqueued earlier, ties go to the lower
+rank (DESIGN P6). Any other loop runs iteration by iteration.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from multimesh._src.errors import ScheduleError
+from multimesh._src.ir.program import TaskNode
+from multimesh._src.partition.stages import Pipeline
+from multimesh._src.schedule.actions import Kind, TaskRun, actions_of
+from multimesh._src.schedule.check import check
+from multimesh._src.schedule.graph import Node, Part
+from multimesh._src.schedule.make import make_schedule
+from multimesh._src.schedule.simulate import Simulation, simulate
+
+
+def schedule_loop(pipeline: Pipeline, num_microbatches: int, spec: Any) -> Simulation:
+    """Makes, checks and simulates the schedule of a microbatch loop.
+
+    Args:
+        pipeline: Stages and stage graph of the loop.
+        num_microbatches: Iterations of the loop.
+        spec: What the user asked for; None for the default.
+
+    Raises:
+        ScheduleError: No such schedule, or it does not fit the program.
+    """
+    graph = pipeline.graph
+    num_ranks = graph.num_ranks
+    kinds = {node.kind for node in graph.nodes if isinstance(node, Part)}
+    schedule = make_schedule(
+        spec,
+        num_ranks=num_ranks,
+        num_microbatches=num_microbatches,
+        num_chunks=-(-len(graph.placement) // num_ranks),
+        placement=graph.placement,
+        forward_only=not kinds - {Kind.F},
+        names=task_parts(pipeline),
+        graph=graph,
+    )
+    check(schedule, graph, num_microbatches)
+    return simulate(schedule, graph)
+
+
+def task_parts(pipeline: Pipeline) -> Mapping[str, Part | None]:
+    """The part that each task name stands for in rows by task names."""
+    parts: dict[str, Part | None] = {}
+    for task in pipeline.tasks:
+        node = pipeline.node_of[task.index]
+        parts.setdefault(task.name, node if isinstance(node, Part) else None)
+    return parts
+
+
+def scheduled_runs(
+    pipeline: Pipeline, simulation: Simulation
+) -> tuple[tuple[TaskNode, int], ...]:
+    """Every task of the loop with its iteration, in the order of the simulated start times."""
+    tasks_of: dict[Node, list[TaskNode]] = {}
+    names: dict[str, Node] = {}
+    for task in pipeline.tasks:
+        node = pipeline.node_of[task.index]
+        tasks_of.setdefault(node, []).append(task)
+        names[str(node)] = node
+    runs: list[tuple[TaskNode, int]] = []
+    for _, event in simulation.order:
+        if isinstance(event, TaskRun):
+            runs += [(task, event.microbatch) for task in tasks_of[names[event.name]]]
+            continue
+        for action in actions_of(event):
+            part = Part(action.kind, action.stage)
+            runs += [(task, action.microbatch) for task in tasks_of.get(part, ())]
+    _check_all_run(pipeline.tasks, runs, simulation)
+    return tuple(runs)
+
+
+def _check_all_run(
+    tasks: Sequence[TaskNode], runs: Sequence[tuple[TaskNode, int]], simulation: Simulation
+) -> None:
+    ran = {task.index for task, _ in runs}
+    missing = [task.name for task in tasks if task.index not in ran]
+    if missing:
+        raise ScheduleError(
+            f"schedule `{simulation.schedule.name}` never runs task `{missing[0]}`."
+        )

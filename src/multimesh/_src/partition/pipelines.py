@@ -1,0 +1,77 @@
+"""Finds which loops are microbatch loops, and their pipelines.
+
+    loop i < 8: y = layer0(x[i]) ; z = layer1(y) ; acc' = acc + z       a microbatch loop, 2 stages
+    loop i < 8: x' = layer0(x) ; x'' = layer1(x')                       sequential: x is a state
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from multimesh._src.ir.flat import FlatProgram, Loop, Step, Var
+from multimesh._src.ir.program import LoopNode, ProgramStep, TaskNode
+from multimesh._src.ir.submesh import Submesh
+from multimesh._src.partition.carries import CarryKind, classify_carries
+from multimesh._src.partition.stages import Pipeline, find_stages
+
+
+def find_pipelines(
+    steps: tuple[ProgramStep, ...],
+    program: FlatProgram,
+    place: Mapping[int, int],
+    given: Mapping[int, int | None],
+    submeshes: Sequence[Submesh],
+) -> tuple[tuple[ProgramStep, ...], dict[int, Pipeline]]:
+    """Returns the steps with the tasks of microbatch loops staged, and the pipelines by loop.
+
+    Args:
+        steps: Tasks and loops of the program.
+        program: The flat program that they come from.
+        place: Submesh of each equation, by serial.
+        given: `Task.stage` of each task, by index.
+        submeshes: All submeshes.
+    """
+    kinds: dict[Var, CarryKind] = {}
+    for loop in _flat_loops(program.steps):
+        kinds |= classify_carries(loop, place)
+    pipelines: dict[int, Pipeline] = {}
+
+    def visit(step: ProgramStep) -> ProgramStep:
+        if isinstance(step, TaskNode):
+            return step
+        pipeline = _pipeline_of(step, kinds, given, submeshes)
+        if pipeline is None:
+            return replace(step, tasks=tuple(map(visit, step.tasks)))
+        pipelines[step.index] = pipeline
+        return replace(step, tasks=pipeline.tasks, microbatch=True)
+
+    return tuple(map(visit, steps)), pipelines
+
+
+def _flat_loops(steps: tuple[Step, ...]) -> list[Loop]:
+    loops = [step for step in steps if isinstance(step, Loop)]
+    return [found for loop in loops for found in (loop, *_flat_loops(loop.body))]
+
+
+def _pipeline_of(
+    loop: LoopNode,
+    kinds: Mapping[Var, CarryKind],
+    given: Mapping[int, int | None],
+    submeshes: Sequence[Submesh],
+) -> Pipeline | None:
+    tasks = [step for step in loop.tasks if isinstance(step, TaskNode)]
+    if len(tasks) != len(loop.tasks):
+        return None  # a loop inside that touches several submeshes itself
+    pipeline = find_stages(tasks, given, submeshes)
+    states = [carry for carry in loop.carries if kinds[carry.inside] == "state"]
+    ordered: list[tuple[int, int]] = []
+    for carry in states:
+        writers = [task for task in pipeline.tasks if carry.next in task.outputs]
+        readers = [task for task in pipeline.tasks if carry.inside in task.inputs]
+        stages = {task.stage for task in (*writers, *readers)}
+        forward = all(task.kind == "F" and task.stage >= 0 for task in (*writers, *readers))
+        if len(writers) != 1 or len(stages) != 1 or not forward:
+            return None
+        ordered += [(writers[0].index, reader.index) for reader in readers]
+    if not ordered:
+        return pipeline
+    return find_stages(tasks, given, submeshes, ordered)

@@ -1,0 +1,92 @@
+"""Seeds: which equations are given a submesh, and by what.
+
+    with named_scope("layer0"):  y = x @ w      # the scope matches `layer\\d+`: seed of `stage=0`
+    z = y * 2                                   # no match: no seed, placed by `assign`
+
+A scope inside an explicit `task(...)` belongs to that task; otherwise the registered matchers
+decide (DESIGN R2). Equations that hold other jaxprs (a scan or a remat region that stays whole)
+take the seed of what is inside them when their own scope says nothing.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from jax.sharding import Mesh
+
+from multimesh._src.frontend.markers import task_marker
+from multimesh._src.frontend.matching import Match, Matcher
+from multimesh._src.frontend.scopes import scope_of_equation
+from multimesh._src.ir.scope import Scope
+from multimesh._src.ir.flat import Equation
+from multimesh._src.ir.submesh import Submesh
+from multimesh._src.jax_compat import jaxprs
+
+
+@dataclass(slots=True)
+class Seeds:
+    """Looks up seeds, and numbers the submeshes in the order in which they are found."""
+
+    matcher: Matcher
+    submeshes: list[Submesh] = field(default_factory=list)
+    _numbers: dict[Any, int] = field(default_factory=dict)
+    _of_scope: dict[Any, Match | None] = field(default_factory=dict)
+    _inside: dict[tuple[int, Scope], tuple[Match, ...]] = field(default_factory=dict)
+    _alive: list[Any] = field(default_factory=list)
+
+    def number(self, mesh: Mesh, label: str) -> int:
+        """The index of the submesh on `mesh`, which is added when it is new."""
+        key = (mesh.axis_names, mesh.devices.shape, tuple(d.id for d in mesh.devices.flat))
+        if key not in self._numbers:
+            self._numbers[key] = len(self.submeshes)
+            self.submeshes.append(Submesh(len(self.submeshes), label, mesh))
+        return self._numbers[key]
+
+    def submesh_of(self, match: Match) -> int:
+        """The index of the submesh that a match names."""
+        return self.number(match.mesh, match.label)
+
+    def of_scope(self, scope: Scope) -> Match | None:
+        """The match of an equation with this scope."""
+        key = (scope.path, scope.backprop, scope.markers)
+        if key not in self._of_scope:
+            self._of_scope[key] = self._look_up(scope)
+        return self._of_scope[key]
+
+    def _look_up(self, scope: Scope) -> Match | None:
+        for marker in reversed(scope.markers):
+            explicit = task_marker(marker)
+            if explicit is not None:
+                task = explicit.task
+                return self.matcher.match_of(task, task.name or "task")
+        return self.matcher.find(scope.path, scope.backprop)
+
+    def of_equation(self, equation: Equation) -> Match | None:
+        """The match of an equation: of its scope, else of what is inside it."""
+        if equation.primitive == "add_any":
+            return None  # autodiff gives it the scope of one of its users
+        own = self.of_scope(equation.scope)
+        if own is not None:
+            return own
+        return next(iter(self.inside(equation.eqn, equation.scope)), None)
+
+    def inside(self, eqn: Any, scope: Scope) -> tuple[Match, ...]:
+        """The distinct matches inside the jaxprs of `eqn`, in program order."""
+        key = (id(eqn), scope)
+        if key not in self._inside:
+            self._alive.append(eqn)  # keeps the id from being used again
+            self._inside[key] = tuple(dict.fromkeys(self._walk(eqn, scope)))
+        return self._inside[key]
+
+    def num_submeshes_inside(self, eqn: Any, scope: Scope) -> int:
+        """How many submeshes the jaxprs of `eqn` touch."""
+        return len({self.submesh_of(match) for match in self.inside(eqn, scope)})
+
+    def _walk(self, eqn: Any, scope: Scope) -> Iterator[Match]:
+        for jaxpr in jaxprs.sub_jaxprs(eqn.params):
+            for inner in jaxprs.open_jaxpr(jaxpr).eqns:
+                joined = scope.join(scope_of_equation(inner))
+                match = None if inner.primitive.name == "add_any" else self.of_scope(joined)
+                if match is not None:
+                    yield match
+                yield from self.inside(inner, joined)

@@ -1,0 +1,1 @@
+"""Cuts the placed equations into tasks: `groups` names them, `tasks` makes them acyclic."""

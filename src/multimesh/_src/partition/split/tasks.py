@@ -1,0 +1,179 @@
+"""Builds the tasks: bodies with the clones they need, inputs and outputs.
+
+    i = iota 8            # floating              task0(x) -> y   = { i = iota 8 ; y = x + i }
+    y = x + i             # layer0          ->    task1(y) -> z   = { i = iota 8 ; z = y * i }
+    z = y * i             # layer1
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from jax.extend.core import ClosedJaxpr
+
+from multimesh._src.frontend.matching import Match
+from multimesh._src.ir.body import make_body
+from multimesh._src.ir.flat import Equation, FlatProgram, Lit, Loop, Operand, Step, Var
+from multimesh._src.ir.program import Kind, LoopNode, ProgramStep, TaskNode
+from multimesh._src.ir.submesh import Submesh
+from multimesh._src.jax_compat import name_stack
+from multimesh._src.partition.constraints import resolve_constraints
+from multimesh._src.partition.split.acyclic import split_acyclic
+from multimesh._src.partition.split.groups import Group, group_equations
+from multimesh._src.partition.split.regions import Flow, Region, region_of
+
+@dataclass(slots=True)
+class Splitter:
+    """Numbers tasks and loops while the regions of a program are split."""
+
+    program: FlatProgram
+    flow: Flow
+    submeshes: Sequence[Submesh]
+    place: Mapping[int, int]
+    seed: Mapping[int, Match]
+    backward_name: Callable[[str], str]
+    stages: dict[int, int | None] = field(default_factory=dict)
+    reads: dict[Var, set[int]] = field(default_factory=dict)  # tasks and loops that import it
+    num_nodes: int = 0
+
+    def split(self) -> tuple[ProgramStep, ...]:
+        """Returns the program's tasks and loops in dataflow order."""
+        pieces = self._cut(self.program.steps, in_loop=False)
+        return self._build(pieces)
+
+    def _number(self) -> int:
+        self.num_nodes += 1
+        return self.num_nodes - 1
+
+    def _cut(self, steps: tuple[Step, ...], *, in_loop: bool) -> "list[_Piece]":
+        region = region_of(steps, self.flow)
+        groups = group_equations(region, self.place, self.seed, in_loop, self.backward_name)
+        pieces: list[_Piece] = []
+        for positions in split_acyclic(region, groups):
+            first = region.steps[positions[0]]
+            number = self._number()
+            if isinstance(first, Loop):
+                inner = self._cut(first.body, in_loop=True)
+                pieces.append(_Piece(number, first, inner, (), None, in_loop))
+            else:
+                equations = _equations(region, positions)
+                group = groups[positions[0]]
+                pieces.append(_Piece(number, None, [], equations, group, in_loop))
+        for piece in pieces:
+            self._note_reads(piece)
+        return pieces
+
+    def _note_reads(self, piece: "_Piece") -> None:
+        steps = piece.equations if piece.loop is None else (piece.loop,)
+        for step in steps:
+            for var in self.flow.imports(step):
+                self.reads.setdefault(var, set()).add(piece.number)
+
+    def _build(self, pieces: "Sequence[_Piece]") -> tuple[ProgramStep, ...]:
+        built: list[ProgramStep] = []
+        for piece in pieces:
+            if piece.loop is not None:
+                built.append(
+                    LoopNode(
+                        index=piece.number,
+                        length=piece.loop.length,
+                        loop_index=piece.loop.index,
+                        carries=piece.loop.carries,
+                        tasks=self._build(piece.inner),
+                        marker=piece.loop.marker,
+                        microbatch=False,
+                    )
+                )
+            else:
+                built.append(self._build_task(piece))
+        return tuple(built)
+
+    def _build_task(self, piece: "_Piece") -> TaskNode:
+        group = piece.group
+        assert group is not None
+        outputs = tuple(
+            var
+            for equation in piece.equations
+            for var in equation.outputs
+            if var in self.flow.kept or self.reads.get(var, set()) - {piece.number}
+        )
+        equations, inputs = self._with_clones(piece.equations)
+        kind: Kind = "BW" if group.backward else "F"
+        if not piece.in_loop and self._has_loops():
+            kind = "-"
+        self.stages[piece.number] = group.stage
+        return TaskNode(
+            index=piece.number,
+            name=group.name,
+            kind=kind,
+            stage=-1,
+            submesh=group.submesh,
+            body=self._body(group, equations, inputs, outputs),
+            inputs=inputs,
+            outputs=outputs,
+            origin=name_stack.source_line(piece.equations[0].eqn),
+        )
+
+    def _body(
+        self,
+        group: Group,
+        equations: Sequence[Equation],
+        inputs: Sequence[Var],
+        outputs: Sequence[Var],
+    ) -> ClosedJaxpr:
+        body = make_body(equations, inputs, outputs, self.program.avals)
+        mesh = self.submeshes[group.submesh].mesh
+        pairs = group.pairs
+        if pairs is None:
+            pairs = tuple((axis, axis) for axis in mesh.axis_names)
+        return resolve_constraints(body, pairs, dict(mesh.shape), f"task `{group.name}`")
+
+    def _has_loops(self) -> bool:
+        return any(isinstance(step, Loop) for step in self.program.steps)
+
+    def _with_clones(
+        self, equations: Sequence[Equation]
+    ) -> tuple[tuple[Equation, ...], tuple[Var, ...]]:
+        """Equations of a body with their clones before first use, and the variables imported."""
+        made: set[Var] = set()
+        inputs: dict[Var, None] = {}
+        ordered: list[Equation] = []
+        own = {var for equation in equations for var in equation.outputs}
+
+        def provide(operand: Operand) -> None:
+            if isinstance(operand, Lit) or operand in made or operand in inputs:
+                return
+            maker = self.flow.maker.get(operand)
+            if operand in own or maker is None or maker.serial not in self.flow.cloned:
+                inputs[operand] = None
+                return
+            add(maker)
+
+        def add(equation: Equation) -> None:
+            for operand in equation.inputs:
+                provide(operand)
+            ordered.append(equation)
+            made.update(equation.outputs)
+
+        for equation in equations:
+            if not made.issuperset(equation.outputs) or not equation.outputs:
+                add(equation)
+        return tuple(ordered), tuple(inputs)
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """A task or a loop before its body is built."""
+
+    number: int
+    loop: Loop | None
+    inner: "list[_Piece]"
+    equations: tuple[Equation, ...]
+    group: Group | None
+    in_loop: bool
+
+
+def _equations(region: Region, positions: Sequence[int]) -> tuple[Equation, ...]:
+    return tuple(
+        step for step in (region.steps[p] for p in positions) if isinstance(step, Equation)
+    )
+

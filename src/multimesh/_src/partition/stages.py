@@ -1,0 +1,312 @@
+"""Stages, ranks and actions of a microbatch loop (DESIGN S1 to S6).
+
+    layer0_fwd  stage=0   ->  stage 0, rank 0, action 0F
+    layer1_fwd  stage=1   ->  stage 1, rank 1, action 1F
+    layer1_bwd  stage=1   ->                   action 1BW
+    embed       all       ->  no rank: a row of its own
+
+Stages that `Task.stage` gives exist from the start. Any other forward task joins the last stage of
+its submesh that keeps the graph acyclic, else opens a new one. A backward task belongs to the
+stage whose forward values it reads.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from multimesh._src.errors import PartitionError, message
+from multimesh._src.ir.flat import Var
+from multimesh._src.ir.program import TaskNode
+from multimesh._src.ir.submesh import Submesh
+from multimesh._src.partition.quotient import Quotient
+from multimesh._src.schedule.actions import Kind
+from multimesh._src.schedule.graph import Edge, Node, OutsideTask, Part, StageGraph
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """The pipeline of one microbatch loop.
+
+    `tasks` carry their stages; `node_of` gives the schedule node of each task by its index;
+    `ranks` the submesh of each rank.
+    """
+
+    tasks: tuple[TaskNode, ...]
+    ranks: tuple[int, ...]
+    node_of: Mapping[int, Node]
+    graph: StageGraph
+
+
+def find_stages(
+    tasks: Sequence[TaskNode],
+    given: Mapping[int, int | None],
+    submeshes: Sequence[Submesh],
+    ordered_carries: Sequence[tuple[int, int]] = (),
+) -> Pipeline:
+    """Finds the stages of a loop body's tasks.
+
+    Args:
+        tasks: The tasks in dataflow order.
+        given: `Task.stage` of each task, by index.
+        submeshes: The program's submeshes.
+        ordered_carries: Pairs of task indices: the second, in one iteration, needs the first of
+            the iteration before.
+
+    Raises:
+        PartitionError: Given stages form a cycle or one stage lies on two submeshes.
+    """
+    producer = {var: task for task in tasks for var in task.outputs}
+    needs = {
+        task.index: tuple(
+            dict.fromkeys(producer[var].index for var in task.inputs if var in producer)
+        )
+        for task in tasks
+    }
+    ranked = _rank_submeshes(tasks, submeshes)
+    stage_of = _forward_stages(tasks, given, needs, ranked)
+    stage_of |= _backward_stages(tasks, given, needs, stage_of, producer)
+    stage_of, numbers = _renumber(tasks, given, needs, stage_of)
+    placed = {stage_of[task.index]: task.submesh for task in tasks if task.index in stage_of}
+    ranks = tuple(dict.fromkeys(placed[stage] for stage in sorted(placed)))
+    placement = tuple(ranks.index(placed[stage]) for stage in sorted(placed))
+    node_of = _nodes(tasks, needs, stage_of, ranks, submeshes)
+    graph = StageGraph(
+        placement=placement,
+        nodes=tuple(dict.fromkeys(node_of[task.index] for task in tasks)),
+        edges=_edges(tasks, needs, node_of, ordered_carries),
+        num_ranks=len(ranks),
+        labels=tuple(submeshes[rank].label for rank in ranks),
+    )
+    named = tuple(replace(task, stage=stage_of.get(task.index, -1)) for task in tasks)
+    return Pipeline(named, ranks, node_of, graph)
+
+
+def _rank_submeshes(tasks: Sequence[TaskNode], submeshes: Sequence[Submesh]) -> set[int]:
+    """Submeshes that may be ranks: disjoint ones, the smaller first."""
+    used = dict.fromkeys(task.submesh for task in tasks)
+    accepted: set[int] = set()
+    taken: set[int] = set()
+    for index in sorted(used, key=lambda i: submeshes[i].mesh.size):
+        devices = {device.id for device in submeshes[index].mesh.devices.flat}
+        if not devices & taken:
+            accepted.add(index)
+            taken |= devices
+    return accepted
+
+
+def _forward_stages(
+    tasks: Sequence[TaskNode],
+    given: Mapping[int, int | None],
+    needs: Mapping[int, tuple[int, ...]],
+    ranked: set[int],
+) -> dict[int, int]:
+    """Stage of each forward task; stages that are not given get numbers after the given ones."""
+    quotient = Quotient()
+    node_of: dict[int, int] = {}  # task -> node of the quotient
+    stages: dict[int, int] = {}  # stage -> node
+    of_submesh: dict[int, list[int]] = {}
+    _given_stages(tasks, given, quotient, stages, of_submesh)
+    stage_of: dict[int, int] = {}
+    for task in tasks:
+        sources = [node_of[index] for index in needs[task.index] if index in node_of]
+        if task.kind != "F" or task.submesh not in ranked:
+            node_of[task.index] = quotient.add()
+        else:
+            stage = given.get(task.index)
+            if stage is None:
+                fits = (
+                    s
+                    for s in reversed(of_submesh.get(task.submesh, []))
+                    if not any(
+                        source != stages[s] and quotient.reaches(stages[s], source)
+                        for source in sources
+                    )
+                )
+                stage = next(fits, None)
+            if stage is None:
+                stage = max(stages, default=-1) + 1
+                stages[stage] = quotient.add()
+                of_submesh.setdefault(task.submesh, []).append(stage)
+            stage_of[task.index] = stage
+            node_of[task.index] = stages[stage]
+        for source in sources:
+            if quotient.reaches(node_of[task.index], source):
+                _raise_cycle(task, stage_of)
+            quotient.connect(source, node_of[task.index])
+    return stage_of
+
+
+def _given_stages(
+    tasks: Sequence[TaskNode],
+    given: Mapping[int, int | None],
+    quotient: Quotient,
+    stages: dict[int, int],
+    of_submesh: dict[int, list[int]],
+) -> None:
+    owner: dict[int, TaskNode] = {}
+    for task in tasks:
+        stage = given.get(task.index)
+        if stage is None:
+            continue
+        first = owner.setdefault(stage, task)
+        if first.submesh != task.submesh:
+            raise PartitionError(
+                message(
+                    f"stage `{stage}` lies on two submeshes: task `{first.name}` and task "
+                    f"`{task.name}`.",
+                    where=task.origin,
+                    ways=("give the tasks different stages, or the same submesh",),
+                )
+            )
+        if stage not in stages:
+            stages[stage] = quotient.add()
+            of_submesh.setdefault(task.submesh, []).append(stage)
+    for numbers in of_submesh.values():
+        numbers.sort()
+
+
+def _raise_cycle(task: TaskNode, stage_of: Mapping[int, int]) -> None:
+    raise PartitionError(
+        message(
+            f"the given stages form a cycle: task `{task.name}` of stage "
+            f"`{stage_of.get(task.index)}` needs a stage that itself needs this stage.",
+            where=task.origin,
+            ways=(
+                "give the tasks of one stage consecutive places in the model",
+                "leave `Task.stage` out and let the stages be found",
+            ),
+        )
+    )
+
+
+def _backward_stages(
+    tasks: Sequence[TaskNode],
+    given: Mapping[int, int | None],
+    needs: Mapping[int, tuple[int, ...]],
+    stage_of: Mapping[int, int],
+    producer: Mapping[Var, TaskNode],
+) -> dict[int, int]:
+    """Stage of each backward task that lies on the submesh of a stage."""
+    by_index = {task.index: task for task in tasks}
+    on_submesh: dict[int, list[int]] = {}
+    for index, stage in stage_of.items():
+        on_submesh.setdefault(by_index[index].submesh, []).append(stage)
+    found: dict[int, int] = {}
+    for task in tasks:
+        if task.kind != "BW" or task.submesh not in on_submesh:
+            continue
+        stages = on_submesh[task.submesh]
+        stage = given.get(task.index)
+        if stage is None:
+            read = [
+                stage_of[index]
+                for index in needs[task.index]
+                if index in stage_of and by_index[index].submesh == task.submesh
+            ]
+            after = [
+                found[index]
+                for index in needs[task.index]
+                if index in found and by_index[index].submesh == task.submesh
+            ]
+            stage = max(read) if read else min(after) if after else max(stages)
+        found[task.index] = stage
+    return found
+
+
+def _renumber(
+    tasks: Sequence[TaskNode],
+    given: Mapping[int, int | None],
+    needs: Mapping[int, tuple[int, ...]],
+    stage_of: Mapping[int, int],
+) -> tuple[dict[int, int], dict[int, int]]:
+    """Numbers stages by longest path in changes of submesh, ties in program order.
+
+    Given stages keep their order before all others; gaps in their numbers are closed.
+    """
+    depth: dict[int, int] = {}
+    first: dict[int, int] = {}
+    task_depth: dict[int, int] = {}
+    by_index = {task.index: task for task in tasks}
+    for position, task in enumerate(tasks):
+        hops = [
+            task_depth[index] + (by_index[index].submesh != task.submesh)
+            for index in needs[task.index]
+            if index in task_depth
+        ]
+        task_depth[task.index] = max(hops, default=0)
+        stage = stage_of.get(task.index)
+        if stage is not None and task.kind == "F":
+            depth[stage] = max(depth.get(stage, 0), task_depth[task.index])
+            first.setdefault(stage, position)
+    fixed = {s for i, s in given.items() if s is not None and i in stage_of}
+
+    def key(stage: int) -> tuple[int, int, int]:
+        if stage in fixed:
+            return (0, stage, 0)
+        return (1, depth.get(stage, 0), first.get(stage, 0))
+
+    numbers = {stage: n for n, stage in enumerate(sorted(set(stage_of.values()), key=key))}
+    return {index: numbers[stage] for index, stage in stage_of.items()}, numbers
+
+
+def _nodes(
+    tasks: Sequence[TaskNode],
+    needs: Mapping[int, tuple[int, ...]],
+    stage_of: Mapping[int, int],
+    ranks: tuple[int, ...],
+    submeshes: Sequence[Submesh],
+) -> dict[int, Node]:
+    """The schedule node of each task; one that would close a cycle in its action stands alone."""
+    quotient = Quotient()
+    numbers: dict[Node, int] = {}
+    node_of: dict[int, Node] = {}
+    rows: dict[int, int] = {}
+    for task in tasks:
+        sources = [numbers[node_of[index]] for index in needs[task.index]]
+        node: Node | None = None
+        if task.index in stage_of:
+            node = Part(Kind(task.kind), stage_of[task.index])
+            at = numbers.get(node)
+            if at is not None and any(s != at and quotient.reaches(at, s) for s in sources):
+                node = None
+        if node is None:
+            row = rows.setdefault(task.submesh, len(ranks) + len(rows))
+            occupied = _overlapping(task.submesh, ranks, rows, submeshes)
+            node = OutsideTask(f"{task.name}#{task.index}", row, occupied)
+        if node not in numbers:
+            numbers[node] = quotient.add()
+        node_of[task.index] = node
+        for source in sources:
+            quotient.connect(source, numbers[node])
+    return node_of
+
+
+def _overlapping(
+    submesh: int, ranks: tuple[int, ...], rows: Mapping[int, int], submeshes: Sequence[Submesh]
+) -> tuple[int, ...]:
+    def devices(index: int) -> set[int]:
+        return {device.id for device in submeshes[index].mesh.devices.flat}
+
+    mine = devices(submesh)
+    places = [*enumerate(ranks), *((row, index) for index, row in rows.items())]
+    return tuple(row for row, index in places if index != submesh or row < len(ranks)
+                 if devices(index) & mine)
+
+
+def _edges(
+    tasks: Sequence[TaskNode],
+    needs: Mapping[int, tuple[int, ...]],
+    node_of: Mapping[int, Node],
+    ordered_carries: Sequence[tuple[int, int]],
+) -> tuple[Edge, ...]:
+    by_index = {task.index: task for task in tasks}
+    edges: dict[Edge, None] = {}
+    for task in tasks:
+        for index in needs[task.index]:
+            source, target = node_of[index], node_of[task.index]
+            if source != target:
+                crosses = by_index[index].submesh != task.submesh
+                edges[Edge(source, target, crosses)] = None
+    for writer, reader in ordered_carries:
+        crosses = by_index[writer].submesh != by_index[reader].submesh
+        edges[Edge(node_of[writer], node_of[reader], crosses, distance=1)] = None
+    return tuple(edges)

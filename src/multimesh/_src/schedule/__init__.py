@@ -1,0 +1,1 @@
+"""Pipeline schedules as pure data: made, checked, simulated and drawn without JAX."""

@@ -1,0 +1,138 @@
+"""`make_schedule`: from what a user says to a schedule for their program."""
+
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
+
+from multimesh._src.errors import ScheduleError, message
+from multimesh._src.schedule.actions import is_entry
+from multimesh._src.schedule.auto import Auto
+from multimesh._src.schedule.before import Before
+from multimesh._src.schedule.built_in import BY_NAME
+from multimesh._src.schedule.custom import RowLike, custom
+from multimesh._src.schedule.gpipe import gpipe
+from multimesh._src.schedule.graph import Part, StageGraph
+from multimesh._src.schedule.interleaved import interleaved_1f1b
+from multimesh._src.schedule.looped_bfs import looped_bfs
+from multimesh._src.schedule.one_f_one_b import eager_1f1b
+from multimesh._src.schedule.placement import Placement, looped, placement_named, v_shaped
+from multimesh._src.schedule.rule import AbstractRule, Request, adapt
+from multimesh._src.schedule.schedule import Schedule
+from multimesh._src.schedule.zb_v import zb_v
+
+ScheduleLike: TypeAlias = str | Schedule | AbstractRule | Sequence[RowLike] | None
+
+
+def schedule_names() -> tuple[str, ...]:
+    """Every name that `make_schedule` takes."""
+    return (*BY_NAME, "auto")
+
+
+def make_schedule(
+    spec: ScheduleLike = None,
+    *,
+    num_ranks: int,
+    num_microbatches: int,
+    num_chunks: int = 0,
+    placement: str | Placement = (),
+    forward_only: bool = False,
+    names: Mapping[str, Part | None] | None = None,
+    graph: StageGraph | None = None,
+) -> Schedule:
+    """Makes the schedule that a user asks for.
+
+    Args:
+        spec: A name, a `Schedule`, a rule (an object of `multimesh.jax.schedules`), rows or text
+            of rows (see `custom`), or None for the default: with one stage a rank eager-1f1b, or
+            gpipe if there is no backward; with more interleaved-1f1b where the number of
+            microbatches allows, else looped-bfs; zb-v in the V placement; list scheduling on any
+            other placement.
+        num_ranks: Submeshes that hold stages.
+        num_microbatches: Iterations of the loop.
+        num_chunks: Stages a rank; 0 if the schedule or `placement` decides.
+        placement: The rank of every stage, `"loop"`, `"v"`, or empty if the schedule decides. It
+            may end early, where the last stages of a schedule do not exist.
+        forward_only: Whether the loop has no backward.
+        names: For rows by task names, what part each task belongs to (None: outside the ranks).
+        graph: The program's stage graph, if known: actions that it lacks are dropped.
+
+    Raises:
+        ScheduleError: No such schedule, or it cannot do what is asked.
+    """
+    if isinstance(placement, str):
+        chunks = num_chunks or (2 if placement.lower() == "v" else 1)
+        placement = placement_named(placement, num_ranks, chunks)
+    if graph is not None and not placement:
+        placement = graph.placement
+    request = Request(
+        num_ranks,
+        num_microbatches,
+        num_chunks,
+        placement,
+        forward_only,
+        names or {},
+        () if graph is None else (graph,),
+    )
+    if isinstance(spec, Schedule):
+        return _adapted(spec, request)
+    return rule_of(spec, request).make(request)
+
+
+def rule_of(spec: str | AbstractRule | Sequence[RowLike] | None, request: Request) -> AbstractRule:
+    """The rule that makes the schedule of a spec.
+
+    Raises:
+        ScheduleError: There is no schedule of this name, or the spec is none.
+    """
+    match spec:
+        case None:
+            return _default(request)
+        case "auto":
+            return Auto()
+        case str() if spec in BY_NAME:
+            return BY_NAME[spec]
+        case str() if "\n" in spec or any(map(is_entry, spec.split())):
+            return custom(spec)
+        case str():
+            raise _unknown(f"There is no schedule `{spec}`.")
+        case Sequence():
+            return custom(spec)
+    if not hasattr(spec, "make"):
+        raise _unknown(f"`{spec!r}` of type `{type(spec).__name__}` is no schedule.")
+    return spec
+
+
+def _unknown(what: str) -> ScheduleError:
+    known = ", ".join(f"`{name}`" for name in schedule_names())
+    ways = [
+        f"use one of {known}",
+        "use an object of `multimesh.jax.schedules`, or rows of actions",
+    ]
+    return ScheduleError(message(what, ways=ways))
+
+
+def _default(request: Request) -> AbstractRule:
+    shape = request.shape
+    loop = looped(shape.num_ranks, shape.num_chunks)
+    placement = request.placement or loop
+    if placement == loop[: len(placement)]:
+        if shape.num_chunks == 1:
+            return gpipe if request.forward_only else eager_1f1b
+        return looped_bfs if interleaved_1f1b.objection(shape) else interleaved_1f1b
+    return zb_v if placement == v_shaped(shape.num_ranks) else Before(name="list")
+
+
+def _adapted(schedule: Schedule, request: Request) -> Schedule:
+    """A ready schedule for a program, if it is of the program's size."""
+    for what, has, wants in (
+        ("ranks", schedule.num_ranks, request.num_ranks),
+        ("microbatches", schedule.num_microbatches, request.num_microbatches),
+    ):
+        if has != wants:
+            raise ScheduleError(
+                message(
+                    f"Schedule `{schedule.name}` has `{has}` {what}, but the program has "
+                    f"`{wants}`.",
+                    ways=["give the schedule by name or as a rule, which makes it for any size"],
+                )
+            )
+    return adapt(schedule, request)

@@ -1,0 +1,162 @@
+"""`mjit` functions under eager transformations.
+
+    jax.grad(step)(state, batch), outside of every jit
+
+`Equations.call` puts one jit equation in the place of the call. What autodiff makes of it comes
+back as jit equations that carry our name (`jit_compat.jit_hook`); `EquationRunner` partitions and
+compiles each of them once, by the identity of its jaxpr, under the contexts that the call had.
+"""
+
+import threading
+import weakref
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.extend.core import ClosedJaxpr
+from jax.sharding import Mesh
+
+from multimesh._src.frontend.arguments import Statics
+from multimesh._src.frontend.contexts import ActiveContexts
+from multimesh._src.frontend.logical import bind_constraints
+from multimesh._src.frontend.scopes import ambient_scope
+from multimesh._src.frontend.tracing import (
+    PlainTrace,
+    Result,
+    argument,
+    plain_aval,
+    trace_plainly,
+    traced_function,
+)
+from multimesh._src.frontend.wanted import Wanted
+from multimesh._src.ir.scope import Scope
+from multimesh._src.jax_compat import avals, jit_hook
+from multimesh._src.partition.pipeline import partition
+from multimesh._src.runtime.compiled_plan import compile_plan
+from multimesh._src.runtime.counters import counters
+from multimesh._src.staging.binding import Binding
+from multimesh._src.staging.matched import findings, is_plain
+from multimesh._src.staging.plain import as_arrays, jit_shardings
+from multimesh._src.staging.variants import (
+    Variant,
+    VariantCache,
+    device_sets,
+    takes_of_plan,
+)
+
+
+class Equations:
+    """The equations of one `mjit` function. Holds jaxprs, no arrays."""
+
+    def __init__(self, binding: Binding):
+        self._binding = binding
+        self._traces: dict[Hashable, PlainTrace] = {}
+        self._runners: dict[Hashable, EquationRunner] = {}
+
+    def clear(self) -> None:
+        """Forgets all traces and everything compiled."""
+        self._traces.clear()
+        self._runners.clear()
+
+    def call(
+        self,
+        fun: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        statics: Statics,
+        contexts: ActiveContexts,
+    ) -> Any:
+        """Binds the call as one equation; see the module.
+
+        Args:
+            fun: The user's function.
+            args: Dynamic arguments, some of them tracers.
+            kwargs: Dynamic keyword arguments.
+            statics: Static arguments.
+            contexts: The contexts that hold for the call.
+        """
+        leaves, tree = jax.tree.flatten((args, dict(kwargs)))
+        types = tuple((a.shape, a.dtype, a.weak_type) for a in map(plain_aval, leaves))
+        key = (tree, statics, self._binding.key(), types)
+        plain = self._traces.get(key)
+        if plain is None:
+            counters.traces += 1
+            with contexts.activate():
+                plain = trace_plainly(fun, args, kwargs, statics, contexts.global_mesh)
+            if not plain.closed_over:  # else it holds tracers of this very call
+                self._traces[key] = plain
+        name = jit_hook.BoundName(plain.name, self._runner(contexts))
+        flat = jit_hook.bind(plain.jaxpr, [*plain.closed_over, *leaves], name)
+        return jax.tree.unflatten(plain.out_tree, flat)
+
+    def _runner(self, contexts: ActiveContexts) -> "EquationRunner":
+        key = contexts.cache_key
+        if key not in self._runners:
+            self._runners[key] = EquationRunner(contexts, self._binding)
+        return self._runners[key]
+
+
+class EquationRunner:
+    """Runs equations under fixed contexts."""
+
+    def __init__(self, contexts: ActiveContexts, binding: Binding):
+        self._contexts, self._binding = contexts, binding
+        # Nothing in a cache may hold its jaxpr: JAX keeps jaxprs alive as long as it needs them.
+        self._caches: weakref.WeakKeyDictionary[ClosedJaxpr, VariantCache]
+        self._caches = weakref.WeakKeyDictionary()
+        self._lock = threading.Lock()
+
+    def run_equation(
+        self, jaxpr: ClosedJaxpr, args: Sequence[Any], donated: tuple[bool, ...]
+    ) -> Sequence[Any] | None:
+        """Runs an equation on concrete arguments; None leaves it to JAX (R15)."""
+        with self._lock:
+            cache = self._caches.setdefault(jaxpr, VariantCache())
+        leaves, ambient = as_arrays(args), ambient_scope()
+        variant = cache.find(
+            (ambient, avals.trace_context()), leaves, lambda: self._make(jaxpr, leaves, ambient)
+        )
+        return None if variant.one_device_set else variant.run(leaves)
+
+    def _make(self, jaxpr: ClosedJaxpr, leaves: Sequence[Any], ambient: Scope) -> Variant:
+        surroundings = self._binding.surroundings(self._contexts)
+        names = tuple(f"result[{i}]" for i in range(len(jaxpr.out_avals)))
+        plain = PlainTrace(self._binding.name, jaxpr, None, names, ())
+        arguments = tuple(
+            argument(f"argument[{i}]", leaf, False, Wanted(), surroundings.global_mesh)
+            for i, leaf in enumerate(leaves)
+        )
+        results = tuple(
+            Result(name, aval, None, None)
+            for name, aval in zip(names, jaxpr.out_avals, strict=True)
+        )
+        traced = traced_function(plain, ambient, arguments, results, surroundings)
+        found = findings(traced)
+        if is_plain(traced, found, device_sets(leaves)):
+            return Variant(as_arrays, None, (), True)
+        with self._contexts.activate():
+            plan = partition(traced).plan
+            compiled = compile_plan(plan, name=self._binding.name)
+        takes = takes_of_plan(plan, traced, found.matched)
+        return Variant(compiled.call, None, takes, False)
+
+
+def constrained(
+    fun: Callable[..., Any], in_shardings: Any, out_shardings: Any, global_mesh: Mesh | None
+) -> Callable[..., Any]:
+    """Returns `fun` with in_shardings and out_shardings as constraints inside it."""
+    if in_shardings is None and out_shardings is None:
+        return fun
+
+    def constrained_fun(*args: Any, **kwargs: Any) -> Any:
+        if in_shardings is not None:
+            wanted = jit_shardings(in_shardings, global_mesh)
+            wanted = tuple(wanted) if isinstance(wanted, list) else wanted
+            args = bind_constraints(args, wanted, global_mesh)
+        results = fun(*args, **kwargs)
+        if out_shardings is None:
+            return results
+        return bind_constraints(results, jit_shardings(out_shardings, global_mesh), global_mesh)
+
+    constrained_fun.__name__ = getattr(fun, "__name__", type(fun).__name__)
+    return constrained_fun

@@ -1,0 +1,102 @@
+"""Does anything in a traced function say where it runs? Decides what is plain JAX (R15)."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+
+from multimesh._src.errors import message
+from multimesh._src.frontend.scopes import scope_of
+from multimesh._src.frontend.tracing import TracedFunction
+from multimesh._src.ir.constraint import constraint_p
+from multimesh._src.ir.scope import Scope
+from multimesh._src.jax_compat import jaxprs
+
+MAX_SCOPES = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """What a traced function says of places.
+
+    Attributes:
+        matched: Some scope is a task, or some value is placed by hand.
+        constrained: Some value has a logical or mesh sharding.
+        scopes: The distinct paths of scopes, complete only if nothing matched.
+        device_sets: Where placed arguments lie and wanted results shall lie.
+    """
+
+    matched: bool
+    constrained: bool
+    scopes: tuple[str, ...]
+    device_sets: frozenset[frozenset[jax.Device]]
+
+
+def findings(traced: TracedFunction) -> Findings:
+    """Looks through a traced function, only as far as the first match."""
+    scopes: dict[Scope, None] = {}
+    matched = constrained = False
+    for eqn, scope in _walk(traced.jaxpr, traced.ambient):
+        is_new = scope not in scopes
+        scopes[scope] = None
+        constrained = constrained or eqn.primitive is constraint_p
+        if (is_new and traced.matcher.of_scope(scope) is not None) or _places(eqn):
+            matched = True
+            break
+    paths = dict.fromkeys(str(scope) for scope in scopes if scope.path)
+    return Findings(matched, constrained, tuple(paths), _device_sets(traced))
+
+
+def _walk(jaxpr: jaxprs.AnyJaxpr, outer: Scope) -> Iterator[tuple[jaxprs.JaxprEqn, Scope]]:
+    for eqn in jaxprs.open_jaxpr(jaxpr).eqns:
+        scope = outer.join(scope_of(eqn.source_info.name_stack))
+        yield eqn, scope
+        for inner in jaxprs.sub_jaxprs(eqn.params):
+            yield from _walk(inner, scope)
+
+
+def _places(eqn: jaxprs.JaxprEqn) -> bool:
+    """Whether an equation puts its value on a mesh named in the program."""
+    if eqn.primitive is constraint_p:
+        return eqn.params["mesh"] is not None
+    if eqn.primitive.name != "device_put":
+        return False
+    return any(
+        isinstance(d, NamedSharding) and isinstance(d.mesh, Mesh) for d in eqn.params["devices"]
+    )
+
+
+def _device_sets(traced: TracedFunction) -> frozenset[frozenset[jax.Device]]:
+    placements = [a.placement for a in traced.arguments] + [r.sharding for r in traced.results]
+    return frozenset(frozenset(p.device_set) for p in placements if p is not None)
+
+
+def is_plain(traced: TracedFunction, found: Findings, placed: set[frozenset[jax.Device]]) -> bool:
+    """Whether a function is plain JAX: nothing says where, and all lies on one device set (R15).
+
+    Args:
+        traced: The function.
+        found: What it says of places.
+        placed: The device sets of committed arguments.
+    """
+    if found.matched or (found.constrained and traced.global_mesh is not None):
+        return False
+    if len(found.device_sets | placed) > 1:
+        return False
+    return traced.settings.enable_fast_path or traced.global_mesh is None
+
+
+def no_match_warning(name: str, matchers: tuple[str, ...], scopes: tuple[str, ...]) -> str:
+    """Returns the text of the warning that no task matched."""
+    shown = ", ".join(f"`{scope}`" for scope in scopes[:MAX_SCOPES]) or "none"
+    more = f" and {len(scopes) - MAX_SCOPES} more" if len(scopes) > MAX_SCOPES else ""
+    registered = ", ".join(f"`{matcher}`" for matcher in matchers[:MAX_SCOPES])
+    return message(
+        f"no task matched in `{name}`.",
+        window=f"scopes in the program: {shown}{more}\nregistered matchers: {registered}",
+        ways=(
+            "open the scope: `with jax.named_scope(...)` around the code of the task.",
+            "register a matcher that touches one of the scopes.",
+        ),
+    )

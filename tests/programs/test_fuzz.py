@@ -1,0 +1,73 @@
+"""Random programs against plain `jax.jit` by R1; `make fuzz` runs more of them."""
+
+from typing import Any
+
+import jax
+import pytest
+from hypothesis import HealthCheck, Phase, given, reject, seed, settings, strategies as st
+
+from tests.oracle import IllConditionedError
+from tests.programs.compare import check_program
+from tests.programs.spec import Layer, Spec, draw_spec
+
+NUM_PROGRAMS = 50
+NUM_BATCHES = 5  # so that xdist can share them out
+
+
+class Drawn:
+    """A `spec.Source` whose choices are hypothesis's, so that it can shrink them."""
+
+    def __init__(self, draw: Any):
+        self._draw = draw
+
+    def choice(self, options: Any) -> Any:
+        return self._draw(st.sampled_from(options))
+
+    def integer(self, low: int, high: int) -> int:
+        return self._draw(st.integers(low, high))
+
+
+@st.composite
+def specs(draw: Any) -> Spec:
+    return draw_spec(Drawn(draw))
+
+
+@pytest.mark.parametrize("batch", range(NUM_BATCHES))
+def test_random_programs(batch: int) -> None:
+    def check(spec: Spec) -> None:
+        try:
+            check_program(spec)
+        except IllConditionedError:
+            reject()
+
+    run = settings(
+        max_examples=NUM_PROGRAMS // NUM_BATCHES,
+        deadline=None,
+        database=None,
+        phases=(Phase.explicit, Phase.generate),  # shrinking takes minutes: `fuzz --spec` does it
+        suppress_health_check=list(HealthCheck),
+        print_blob=False,
+    )(given(specs())(check))
+    seed(batch)(run)()
+    jax.clear_caches()
+
+
+ONE_LAYER_EACH = (Layer(("matmul", "tanh")), Layer(("matmul",), submesh=1))
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "eager-1f1b"])
+@pytest.mark.parametrize("num_microbatches", [1, 2, 5, 8])
+def test_small_pipeline(schedule: str, num_microbatches: int) -> None:
+    check_program(
+        Spec(
+            ONE_LAYER_EACH,
+            sliced=(2, 2, 1),
+            unlike=None,
+            num_microbatches=num_microbatches,
+            schedule=schedule,
+            optimizer="clipped adamw",
+            constrained=True,
+            num_steps=5,
+        )
+    )
