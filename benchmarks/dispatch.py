@@ -81,7 +81,7 @@ def prepare(sizes, schedule):
     shape = (NUM_STAGES, *sizes)
     devices = np.array(jax.devices()[: int(np.prod(shape))]).reshape(shape)
     multi_mesh = MultiMesh(global_mesh=Mesh(devices, ("stage", "data", "model")))
-    multi_mesh.register_layers(r"layer(\d+)", num_layers=NUM_STAGES, axis="stage")
+    multi_mesh.register_layers(r"layer\d+", num_layers=NUM_STAGES, axis="stage")
     with multi_mesh:
         step = mjit(make_step(schedule))
     draw = np.random.default_rng(0)

@@ -28,7 +28,6 @@ from sklearn.datasets import load_digits  # noqa: E402
 
 from multimesh.jax import (  # noqa: E402
     MultiMesh,
-    ignore_transforms,
     microbatch,
     mjit,
     with_sharding_constraint,
@@ -114,34 +113,31 @@ def batches(train, num_steps):
 
 
 class Check:
-    """Runs the same steps by plain `jax.jit` and compares."""
+    """Runs the same steps by plain `jax.jit`, on one device and on one mesh, and compares."""
 
     def __init__(self, train_step, state, batch):
         sys.path.append(str(Path(__file__).parents[1]))
         from tests import oracle
 
         self.tools = oracle
-        mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "model"))
-        self.places = jax.devices()[0], NamedSharding(mesh, P())
-        self.rows = jax.devices()[0], NamedSharding(mesh, P("data"))
-        self.states = [jax.device_put(state, place) for place in self.places]
-        with ignore_transforms():
+        devices = np.array(jax.devices()[:4])
+        self.meshes = [
+            Mesh(devices[:num].reshape(sizes), ("data", "model"))
+            for num, sizes in ((1, (1, 1)), (4, (2, 2)))
+        ]
+        self.states = [jax.device_put(state, NamedSharding(mesh, P())) for mesh in self.meshes]
+        with jax.set_mesh(self.meshes[0]):
             self.oracle = oracle.Oracle(train_step, state, batch)
         self.exact = state
         self.plain_step = jax.jit(train_step)
-        self.num_steps = 0
-        self.num_bitwise = self.num_arrays = 0
+        self.num_steps = self.num_bitwise = self.num_arrays = 0
         self.largest_later = 0.0
 
     def step(self, batch, ours):
         """Takes the plain step on `batch` and compares its results with `ours`."""
-        self.num_steps += 1
-        with ignore_transforms():
-            results = [
-                self.plain_step(state, jax.device_put(batch, rows))
-                for state, rows in zip(self.states, self.rows, strict=True)
-            ]
+        results = [self.plain(*pair, batch) for pair in zip(self.meshes, self.states, strict=True)]
         self.states = [state for state, _ in results]
+        self.num_steps += 1
         if self.num_steps > NUM_CHECKED_STEPS:
             difference = abs(float(results[0][1]) - float(ours[1]))
             self.largest_later = max(self.largest_later, difference)
@@ -152,6 +148,11 @@ class Check:
         comparison.check()
         self.num_bitwise += comparison.num_bitwise
         self.num_arrays += len(comparison.leaves)
+
+    def plain(self, mesh, state, batch):
+        """One step of plain JAX, the batch split over the data axis of `mesh`."""
+        with jax.set_mesh(mesh):
+            return self.plain_step(state, jax.device_put(batch, NamedSharding(mesh, P("data"))))
 
     def report(self, console):
         """Prints what was compared."""
@@ -167,7 +168,7 @@ def train(args, console):
     data, test = load_data()
     mesh = Mesh(np.array(jax.devices()).reshape(2, 2, 2), ("stage", "data", "model"))
     multi_mesh = MultiMesh(global_mesh=mesh)
-    multi_mesh.register_layers(r"layer(\d+)", num_layers=NUM_LAYERS, axis="stage")
+    multi_mesh.register_layers(r"layer\d+", num_layers=NUM_LAYERS, axis="stage")
 
     train_step = make_train_step(args.schedule)
     params = init_params(jax.random.key(0))

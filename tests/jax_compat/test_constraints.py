@@ -10,7 +10,9 @@ from flax import linen as nn
 from jax.lax import with_sharding_constraint as held
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from multimesh._src.jax_compat import constraints
+from multimesh._src.frontend import logical
+from multimesh._src.frontend.microbatching import microbatch
+from multimesh._src.jax_compat import constraints, name_stack
 
 X = np.ones((4, 2), np.float32)
 
@@ -127,3 +129,14 @@ def test_signature_is_back():
     with constraints.redirect_constraints(ours):
         pass
     assert list(inspect.signature(held).parameters) == ["x", "shardings"]
+
+
+def test_equations_carry_the_line_of_the_user():
+    def f(x):
+        return microbatch(lambda rows: rows.sum(), 0, 2)(held(x, P("batch")))
+
+    with logical.redirect_constraints():
+        traced = jax.make_jaxpr(f)(X)
+    assert [eqn.primitive.name for eqn in traced.eqns][:2] == ["multimesh_constraint", "reshape"]
+    for eqn in traced.eqns:
+        assert __file__ in name_stack.source_line(eqn)

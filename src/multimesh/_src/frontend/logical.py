@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn
@@ -339,7 +340,8 @@ def absorb_constraints(jaxpr: ClosedJaxpr, global_mesh: Mesh | None) -> ClosedJa
         if sharding is None:
             return eqn
         params = {"memory_kind": None, "mesh": None}
-        params |= _params(sharding, eqn.invars[0].aval.ndim, global_mesh, "")
+        aval: Any = eqn.invars[0].aval
+        params |= _params(sharding, aval.ndim, global_mesh, "")
         return jaxprs.replace_eqn(eqn.replace(primitive=constraint_p), params=params)
 
     return jaxprs.map_eqns(jaxpr, absorb)

@@ -98,7 +98,7 @@ def microbatch_marker(component: str) -> MicrobatchMarker | None:
     return _microbatches.look_up(component)
 
 
-def microbatch_scope(marker: MicrobatchMarker) -> contextlib.AbstractContextManager[None]:
+def microbatch_scope(marker: MicrobatchMarker) -> contextlib.AbstractContextManager[Any, Any]:
     """Opens the scope of a microbatch loop; no scope under `ignore_transforms`."""
     if config.current_settings().ignore_transforms:
         return contextlib.nullcontext()

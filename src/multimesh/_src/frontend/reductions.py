@@ -83,6 +83,7 @@ class _Leaf:
     def finish_stacked(self, stacked: Any, concat_dim: int | None) -> Any:
         if self.kind == "stack":
             return stacked
+        assert concat_dim is not None  # `_check_leaf`
         joined = list(self.result.shape)
         joined[concat_dim] *= stacked.shape[0]
         return jnp.moveaxis(stacked, 0, concat_dim).reshape(joined)
@@ -164,7 +165,7 @@ def _check_leaf(leaf: _Leaf, concat_dim: int | None) -> None:
     problem = ""
     if leaf.kind == "concat" and concat_dim is None:
         problem = "the arrays of the batch are cut along different dims"
-    elif leaf.kind == "concat" and concat_dim >= len(result.shape):
+    elif leaf.kind == "concat" and concat_dim is not None and concat_dim >= len(result.shape):
         problem = f"it has no dim `{concat_dim}`, along which the batch is cut"
     elif leaf.is_carried and not (
         jnp.issubdtype(result.dtype, jnp.number) or result.dtype == jnp.bool_

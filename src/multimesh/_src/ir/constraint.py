@@ -20,19 +20,34 @@ open. The kinds:
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeAlias
 
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from multimesh._src.jax_compat import constraints, jaxprs
+from multimesh._src.jax_compat import constraints, jaxprs, primitives
 
-UNCONSTRAINED = PartitionSpec.UNCONSTRAINED
+UNCONSTRAINED: Any = PartitionSpec.UNCONSTRAINED
 
 Dim: TypeAlias = Any  # tuple[str, ...] or UNCONSTRAINED, whose type has no public name
 Dims: TypeAlias = tuple[Dim, ...]
 Kind: TypeAlias = Literal["logical", "mesh", "resolved"]
 
-constraint_p = Primitive("multimesh_constraint")
+
+def _apply(x: Any, *, dims: Dims, kind: Kind, memory_kind: str | None, mesh: Mesh | None) -> Any:
+    if kind != "resolved" or mesh is None:
+        return x
+    return constraints.constrain(x, NamedSharding(mesh, spec_of(dims), memory_kind=memory_kind))
+
+
+def _batch_params(
+    params: Mapping[str, Any], at: int, spmd_axes: tuple[str, ...] | None
+) -> dict[str, Any]:
+    """Leaves a mapped dim open, unless `vmap` names the axes that shard it."""
+    mapped = UNCONSTRAINED if spmd_axes is None else spmd_axes
+    dims = params["dims"]
+    return {**params, "dims": (*dims[:at], mapped, *dims[at:])}
+
+
+constraint_p: Any = primitives.identity_primitive("multimesh_constraint", _apply, _batch_params)
 
 
 def bind_constraint(
@@ -63,7 +78,7 @@ def _dim(entry: Any) -> Dim:
         return UNCONSTRAINED
     if entry is None:
         return ()
-    return tuple(entry) if isinstance(entry, tuple) else (entry,)
+    return (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def spec_of(dims: Dims) -> PartitionSpec:
@@ -98,7 +113,9 @@ def with_mesh(jaxpr: ClosedJaxpr, mesh: Mesh) -> Callable[..., list[Any]]:
 
     Resolved constraints, also those inside nested jaxprs, become
     `jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))`; everything else, name stacks
-    and source lines included, stays as it was. `mesh` must have only axes of type Auto.
+    and source lines included, stays as it was. `mesh` must have only axes of type Auto. When the
+    callable is compiled, some argument or result must have a sharding on `mesh`: `jax.jit` does not
+    take the devices of a program from these constraints.
     """
 
     def name_mesh(eqn: JaxprEqn) -> Mapping[str, Any]:
@@ -108,34 +125,3 @@ def with_mesh(jaxpr: ClosedJaxpr, mesh: Mesh) -> Callable[..., list[Any]]:
 
     placed = map_constraints(jaxpr, name_mesh)
     return lambda *args: jaxprs.evaluate(placed, *args)
-
-
-# --- rules ---------------------------------------------------------------------------------------
-
-
-def _apply(x: Any, *, dims: Dims, kind: Kind, memory_kind: str | None, mesh: Mesh | None) -> Any:
-    if kind != "resolved" or mesh is None:
-        return x
-    return constraints.constrain(x, NamedSharding(mesh, spec_of(dims), memory_kind=memory_kind))
-
-
-def _transpose(cotangent: Any, _: Any, **params: Any) -> tuple[Any]:
-    return (constraint_p.bind(cotangent, **params),)
-
-
-def _batch(
-    axis: Any, args: tuple[Any], batch_dims: tuple[int | None], *, dims: Dims, **params: Any
-) -> tuple[Any, int | None]:
-    (x,), (at,) = args, batch_dims
-    if at is None:
-        return constraint_p.bind(x, dims=dims, **params), None
-    # `vmap(..., spmd_axis_name=)` names the axes of the mapped dim; without it the dim is open.
-    mapped = UNCONSTRAINED if axis.spmd_name is None else tuple(axis.spmd_name)
-    return constraint_p.bind(x, dims=(*dims[:at], mapped, *dims[at:]), **params), at
-
-
-constraint_p.def_impl(_apply)
-constraint_p.def_abstract_eval(lambda x, **_: x)
-ad.deflinear2(constraint_p, _transpose)
-batching.fancy_primitive_batchers[constraint_p] = _batch  # the plain one takes no `dims`
-mlir.register_lowering(constraint_p, mlir.lower_fun(_apply, multiple_results=False))

@@ -8,8 +8,8 @@ Nothing here says when a slot is freed or donated: `runtime.buffers` adds that.
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from jax.sharding import NamedSharding, PartitionSpec
 from jax.extend.core import ClosedJaxpr
+from jax.sharding import NamedSharding, PartitionSpec
 
 from multimesh._src.ir.submesh import Submesh
 

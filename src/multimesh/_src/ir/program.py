@@ -90,3 +90,11 @@ def all_tasks(steps: tuple[ProgramStep, ...]) -> Iterator[TaskNode]:
             yield from all_tasks(step.tasks)
         else:
             yield step
+
+
+def all_loops(steps: tuple[ProgramStep, ...]) -> Iterator[LoopNode]:
+    """The loops of some steps at any depth, outer ones first."""
+    for step in steps:
+        if isinstance(step, LoopNode):
+            yield step
+            yield from all_loops(step.tasks)

@@ -27,6 +27,28 @@ ENTRIES = (
         without="JAX itself refuses a late change of the number of CPU devices",
     ),
     Entry(
+        file="constraints.py",
+        names=(
+            "jax._src.pjit.sharding_constraint_p",
+            "code of jax.lax.with_sharding_constraint, flax.core.meta.global_mesh_defined, "
+            "flax.linen.spmd.with_logical_constraint",
+        ),
+        versions=_ALL,
+        without="bare specs need `multimesh.jax.with_sharding_constraint`",
+    ),
+    Entry(
+        file="jaxprs.py",
+        names=(
+            "jax._src.core.eval_jaxpr",
+            "jax._src.effects.JaxprInputEffect",
+            "jax._src.interpreters.partial_eval.make_jaxpr_effects",
+            "jax._src.source_info_util.new_source_info",
+            "params of scan: num_consts, num_carry; ft_in",
+        ),
+        versions=_ALL,
+        without="nothing works: programs cannot be read",
+    ),
+    Entry(
         file="name_stack.py",
         names=(
             "jax._src.source_info_util.Transform",

@@ -19,13 +19,18 @@ import contextlib
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
 
 import jax
 from jax._src.pjit import sharding_constraint_p
+from jax.extend import source_info_util
 from jax.extend.core import JaxprEqn
 from jax.sharding import NamedSharding, PartitionSpec
+
+# What we bind for the user carries the user's line, not ours.
+source_info_util.register_exclusion(str(Path(__file__).parents[1]))
 
 _ACTIVE = threading.local()  # .replacement: set in threads that trace for us
 _LOCK = threading.RLock()
@@ -144,7 +149,8 @@ def _take(function: Any, make_dispatcher: Callable[[FunctionType], Callable[...,
 
 
 def _jump(*args: Any, **kwargs: Any) -> Any:
-    return _target(*args, **kwargs)  # noqa: F821 - only the code is used, with the name replaced
+    # Only the code is used, with the name replaced.
+    return _target(*args, **kwargs)  # noqa: F821 # pyright: ignore[reportUndefinedVariable]
 
 
 def _constraint_dispatcher(original: FunctionType) -> Callable[..., Any]:

@@ -13,7 +13,7 @@ objects, and those are used), `jax._src.interpreters.partial_eval.make_jaxpr_eff
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from jax._src import core, effects, source_info_util
 from jax._src.interpreters import partial_eval
@@ -21,6 +21,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Va
 
 Atom: TypeAlias = Var | Literal
 AnyJaxpr: TypeAlias = Jaxpr | ClosedJaxpr
+JaxprType = TypeVar("JaxprType", Jaxpr, ClosedJaxpr)
 
 
 # --- reading -------------------------------------------------------------------------------------
@@ -166,7 +167,7 @@ def replace_eqn(
     )
 
 
-def _rename_effects(effs: Any, renamed: Mapping[Var, Var]) -> Any:
+def _rename_effects(effs: Any, renamed: Mapping[Atom, Atom]) -> Any:
     if not any(isinstance(eff, effects.JaxprInputEffect) for eff in effs):
         return effs
     return {
@@ -216,11 +217,11 @@ def close(jaxpr: Jaxpr, consts: Sequence[Any] = ()) -> ClosedJaxpr:
     return ClosedJaxpr(jaxpr, list(consts))
 
 
-def with_eqns(jaxpr: AnyJaxpr, eqns: Sequence[JaxprEqn]) -> AnyJaxpr:
+def with_eqns(jaxpr: Any, eqns: Sequence[JaxprEqn]) -> Any:
     """Returns `jaxpr`, open or closed as it was, with other equations and the same variables."""
-    if isinstance(jaxpr, ClosedJaxpr) and not isinstance(jaxpr, Jaxpr):
-        return ClosedJaxpr(jaxpr.jaxpr.replace(eqns=list(eqns)), jaxpr.consts)
-    return jaxpr.replace(eqns=list(eqns))
+    if isinstance(jaxpr, Jaxpr):
+        return jaxpr.replace(eqns=list(eqns))
+    return ClosedJaxpr(jaxpr.jaxpr.replace(eqns=list(eqns)), jaxpr.consts)
 
 
 # --- rewriting -----------------------------------------------------------------------------------
@@ -248,16 +249,16 @@ def _map_value(value: Any, fn: Callable[[AnyJaxpr], AnyJaxpr]) -> Any:
     return value
 
 
-def map_eqns(jaxpr: AnyJaxpr, fn: Callable[[JaxprEqn], JaxprEqn]) -> AnyJaxpr:
+def map_eqns(jaxpr: JaxprType, fn: Callable[[JaxprEqn], JaxprEqn]) -> JaxprType:
     """Applies `fn` to every equation at any depth, inner ones first.
 
     `fn` may change primitive and params but keeps operands and results. What does not change is
     the same object afterwards, and a jaxpr shared by several equations stays shared (the caches of
     JAX go by identity).
     """
-    done: dict[int, tuple[AnyJaxpr, AnyJaxpr]] = {}  # keeps the keys' objects alive
+    done: dict[int, tuple[Any, Any]] = {}  # keeps the keys' objects alive
 
-    def visit(inner: AnyJaxpr) -> AnyJaxpr:
+    def visit(inner: Any) -> Any:
         if id(inner) not in done:
             eqns = [fn(map_sub_jaxprs(eqn, visit)) for eqn in inner.eqns]
             same = all(new is old for new, old in zip(eqns, inner.eqns, strict=True))

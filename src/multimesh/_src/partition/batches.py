@@ -82,7 +82,9 @@ def _cut_of(chain: Sequence[Equation], program: FlatProgram) -> Batch | None:
     (reshape,) = reshapes
     marker = next(m for c in reshape.scope.markers if (m := microbatch_marker(c)))
     transposes = [equation for equation in chain if equation.primitive == "transpose"]
-    if len(transposes) > 1 or any(eq.primitive == "reshape" for eq in chain[chain.index(reshape) + 1 :]):
+    if len(transposes) > 1 or any(
+        eq.primitive == "reshape" for eq in chain[chain.index(reshape) + 1 :]
+    ):
         return None
     dim = transposes[0].eqn.params["permutation"][0] if transposes else 0
     before = program.avals[_operand(reshape)].shape

@@ -7,18 +7,26 @@ Two bodies are equal when their equations are: same primitives, same params, sam
 types. Source lines and scopes do not count.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
+from dataclasses import replace
 from typing import Any
 
 from jax.extend.core import ClosedJaxpr
 
+from multimesh._src.ir.program import LoopNode, ProgramStep
 from multimesh._src.jax_compat import jaxprs
 
 
-def deduplicate(bodies: Sequence[ClosedJaxpr]) -> tuple[ClosedJaxpr, ...]:
-    """Returns for each body the first of those that equal it."""
+def deduplicate(steps: tuple[ProgramStep, ...]) -> tuple[ProgramStep, ...]:
+    """Returns the steps with equal bodies made one object."""
     first: dict[Hashable, ClosedJaxpr] = {}
-    return tuple(first.setdefault(signature(body), body) for body in bodies)
+
+    def rewrite(step: ProgramStep) -> ProgramStep:
+        if isinstance(step, LoopNode):
+            return replace(step, tasks=tuple(map(rewrite, step.tasks)))
+        return replace(step, body=first.setdefault(signature(step.body), step.body))
+
+    return tuple(map(rewrite, steps))
 
 
 def signature(jaxpr: Any) -> Hashable:

@@ -17,7 +17,17 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from multimesh._src.ir.flat import Lit, Var
-from multimesh._src.ir.plan import Constant, Copy, Executable, Input, Plan, Run, Slot, SlotInfo, Step
+from multimesh._src.ir.plan import (
+    Constant,
+    Copy,
+    Executable,
+    Input,
+    Plan,
+    Run,
+    Slot,
+    SlotInfo,
+    Step,
+)
 from multimesh._src.ir.program import EVERYWHERE, Program
 from multimesh._src.partition.batches import Batch
 from multimesh._src.partition.events import Event, Instance, Item, LoopIndex
@@ -250,6 +260,4 @@ def _input_of(position: int, var: Var, info: ArgumentInfo, emitter: Emitter) -> 
     slots = (emitter.input_slots[var],) if var in emitter.input_slots else ()
     if info.batch is None:
         return Input(position, info.name, slots, info.donated)
-    return Input(
-        position, info.name, slots, info.donated, info.batch.microbatches, info.batch.dim
-    )
+    return Input(position, info.name, slots, info.donated, info.batch.microbatches, info.batch.dim)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from multimesh._src.ir.flat import Carry, Lit, Operand, Var
-from multimesh._src.ir.program import LoopNode, ProgramStep, TaskNode
+from multimesh._src.ir.program import LoopNode, ProgramStep, TaskNode, all_loops
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,16 +136,6 @@ def walk(
         results: Its results.
         runs_of: The scheduled order of a microbatch loop, None for a sequential one.
     """
-    state = _Walk({step.index: runs for step in _loops(steps) if (runs := runs_of(step))})
+    state = _Walk({step.index: runs for step in all_loops(steps) if (runs := runs_of(step))})
     state.steps(steps, ())
     return tuple(state.events), tuple(state.look(operand, ()) for operand in results)
-
-
-def _loops(steps: tuple[ProgramStep, ...]) -> list[LoopNode]:
-    found: list[LoopNode] = []
-    for step in steps:
-        if isinstance(step, LoopNode):
-            found += [step, *_loops(step.tasks)]
-    return found
-
-

@@ -18,10 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from multimesh._src.ir.scope import Scope
 from multimesh._src.frontend.scopes import scope_of_equation
 from multimesh._src.frontend.tracing import TracedFunction
 from multimesh._src.ir.flat import Carry, Equation, FlatProgram, Lit, Loop, Operand, Step, Var
+from multimesh._src.ir.scope import Scope
 from multimesh._src.jax_compat import jaxprs
 from multimesh._src.partition.seeds import Seeds
 
@@ -43,9 +43,7 @@ def inline(traced: TracedFunction, seeds: Seeds) -> FlatProgram:
     consts = jaxprs.consts_of(traced.jaxpr)
     arguments = tuple(builder.new(var.aval) for var in jaxpr.invars)
     operands = [*map(builder.constant, consts), *arguments]
-    variables = (
-        [*jaxpr.constvars, *jaxpr.invars] if jaxpr.constvars else jaxpr.invars
-    )
+    variables = [*jaxpr.constvars, *jaxpr.invars] if jaxpr.constvars else jaxpr.invars
     results = builder.inline(jaxpr.eqns, jaxpr.outvars, variables, operands, traced.ambient)
     return FlatProgram(
         name=traced.name,
@@ -110,13 +108,9 @@ class Builder:
             env.update(zip(eqn.outvars, outputs, strict=True))
         return [read(atom) for atom in outvars]
 
-    def _inline_equation(
-        self, eqn: Any, inputs: list[Operand], scope: Scope
-    ) -> Sequence[Operand]:
+    def _inline_equation(self, eqn: Any, inputs: list[Operand], scope: Scope) -> Sequence[Operand]:
         name = eqn.primitive.name
-        if name in _CALLS or (
-            name in _REMAT and self.seeds.num_submeshes_inside(eqn, scope) > 1
-        ):
+        if name in _CALLS or (name in _REMAT and self.seeds.num_submeshes_inside(eqn, scope) > 1):
             return self._inline_call(eqn, inputs, scope)
         if name == "scan" and self.seeds.num_submeshes_inside(eqn, scope) > 1:
             return self._inline_scan(eqn, inputs, scope)
@@ -151,7 +145,11 @@ class Builder:
         # (consts, init, xs) -> (carry, ys), with xs sliced and ys written inside the body
         parts = jaxprs.scan_parts(eqn)
         length, split = parts.length, parts.num_consts + parts.num_carry
-        consts, inits, xs = inputs[: parts.num_consts], inputs[parts.num_consts : split], inputs[split:]
+        consts, inits, xs = (
+            inputs[: parts.num_consts],
+            inputs[parts.num_consts : split],
+            inputs[split:],
+        )
         stacks = [self._empty_stack(var.aval, scope) for var in eqn.outvars[parts.num_carry :]]
         outer, self.steps = self.steps, []
 

@@ -103,7 +103,9 @@ class _Chain:
             operand = self.alias[operand]
         return operand
 
-    def add(self, steps: tuple[ProgramStep, ...], submeshes: Sequence[Submesh], shape: Shape) -> None:
+    def add(
+        self, steps: tuple[ProgramStep, ...], submeshes: Sequence[Submesh], shape: Shape
+    ) -> None:
         for step in steps:
             if isinstance(step, LoopNode):
                 self.alias |= {carry.inside: carry.init for carry in step.carries}

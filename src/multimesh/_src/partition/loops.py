@@ -195,9 +195,7 @@ def _emit_counter_scan(
 ) -> list[Operand]:
     # (inits, outside) -> (final carries, stacked carries before each iteration)
     inputs = [*(carry.inside for carry in carries), loop.index, *outside]
-    closed = bodies.make_body(
-        equations, inputs, [carry.next for carry in carries], builder.avals
-    )
+    closed = bodies.make_body(equations, inputs, [carry.next for carry in carries], builder.avals)
     step = bodies.as_function(closed)
     size = len(carries)
 
@@ -241,5 +239,3 @@ def _is_hoistable(step: Step, varying: set[Var], builder: Builder) -> bool:
 def num_bytes(variables: Any, avals: Mapping[Var, Any]) -> int:
     """Bytes of some variables together."""
     return sum(avals[var].size * avals[var].dtype.itemsize for var in variables)
-
-

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from multimesh._src.errors import ScheduleError
+from multimesh._src.frontend.markers import microbatch_marker
 from multimesh._src.ir.program import TaskNode
 from multimesh._src.partition.stages import Pipeline
 from multimesh._src.schedule.actions import Kind, TaskRun, actions_of
@@ -16,6 +17,16 @@ from multimesh._src.schedule.check import check
 from multimesh._src.schedule.graph import Node, Part
 from multimesh._src.schedule.make import make_schedule
 from multimesh._src.schedule.simulate import Simulation, simulate
+
+
+def wanted_schedule(marker: str, default: Any) -> Any:
+    """The schedule that a loop's marker asks for, else the context's."""
+    found = microbatch_marker(marker)
+    if found is None:
+        return default
+    if found.custom_schedule is not None:
+        return found.custom_schedule
+    return default if found.schedule is None else found.schedule
 
 
 def schedule_loop(pipeline: Pipeline, num_microbatches: int, spec: Any) -> Simulation:
@@ -55,9 +66,7 @@ def task_parts(pipeline: Pipeline) -> Mapping[str, Part | None]:
     return parts
 
 
-def scheduled_runs(
-    pipeline: Pipeline, simulation: Simulation
-) -> tuple[tuple[TaskNode, int], ...]:
+def scheduled_runs(pipeline: Pipeline, simulation: Simulation) -> tuple[tuple[TaskNode, int], ...]:
     """Every task of the loop with its iteration, in the order of the simulated start times."""
     tasks_of: dict[Node, list[TaskNode]] = {}
     names: dict[str, Node] = {}

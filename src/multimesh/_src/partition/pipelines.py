@@ -1,7 +1,7 @@
 """Finds which loops are microbatch loops, and their pipelines.
 
-    loop i < 8: y = layer0(x[i]) ; z = layer1(y) ; acc' = acc + z       a microbatch loop, 2 stages
-    loop i < 8: x' = layer0(x) ; x'' = layer1(x')                       sequential: x is a state
+loop i < 8: y = layer0(x[i]) ; z = layer1(y) ; acc' = acc + z       a microbatch loop, 2 stages
+loop i < 8: x' = layer0(x) ; x'' = layer1(x')                       sequential: x is a state
 """
 
 from collections.abc import Mapping, Sequence

@@ -8,19 +8,20 @@ decide (DESIGN R2). Equations that hold other jaxprs (a scan or a remat region t
 take the seed of what is inside them when their own scope says nothing.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jax.sharding import Mesh
 
-from multimesh._src.frontend.markers import task_marker
 from multimesh._src.frontend.matching import Match, Matcher
 from multimesh._src.frontend.scopes import scope_of_equation
+from multimesh._src.ir.constraint import constraint_p
+from multimesh._src.ir.flat import Equation, FlatProgram, all_equations
 from multimesh._src.ir.scope import Scope
-from multimesh._src.ir.flat import Equation
 from multimesh._src.ir.submesh import Submesh
 from multimesh._src.jax_compat import jaxprs
+from multimesh._src.topology import devices_label
 
 
 @dataclass(slots=True)
@@ -30,7 +31,6 @@ class Seeds:
     matcher: Matcher
     submeshes: list[Submesh] = field(default_factory=list)
     _numbers: dict[Any, int] = field(default_factory=dict)
-    _of_scope: dict[Any, Match | None] = field(default_factory=dict)
     _inside: dict[tuple[int, Scope], tuple[Match, ...]] = field(default_factory=dict)
     _alive: list[Any] = field(default_factory=list)
 
@@ -48,18 +48,7 @@ class Seeds:
 
     def of_scope(self, scope: Scope) -> Match | None:
         """The match of an equation with this scope."""
-        key = (scope.path, scope.backprop, scope.markers)
-        if key not in self._of_scope:
-            self._of_scope[key] = self._look_up(scope)
-        return self._of_scope[key]
-
-    def _look_up(self, scope: Scope) -> Match | None:
-        for marker in reversed(scope.markers):
-            explicit = task_marker(marker)
-            if explicit is not None:
-                task = explicit.task
-                return self.matcher.match_of(task, task.name or "task")
-        return self.matcher.find(scope.path, scope.backprop)
+        return self.matcher.of_scope(scope)
 
     def of_equation(self, equation: Equation) -> Match | None:
         """The match of an equation: of its scope, else of what is inside it."""
@@ -90,3 +79,37 @@ class Seeds:
                 if match is not None:
                     yield match
                 yield from self.inside(inner, joined)
+
+
+def find_seeds(flat: FlatProgram, seeds: Seeds) -> tuple[dict[int, Match], dict[int, int]]:
+    """Returns the match of every seed, and the submesh of every seed, by serial."""
+    match: dict[int, Match] = {}
+    seeded: dict[int, int] = {}
+    for equation in all_equations(flat.steps):
+        found = seeds.of_equation(equation)
+        if found is not None:
+            match[equation.serial] = found
+            seeded[equation.serial] = seeds.submesh_of(found)
+        if equation.eqn.primitive is constraint_p and equation.eqn.params["mesh"] is not None:
+            mesh = equation.eqn.params["mesh"]
+            seeded[equation.serial] = seeds.number(mesh, devices_label(list(mesh.devices.flat)))
+            match.pop(equation.serial, None)
+    return match, seeded
+
+
+def backward_names(
+    seeds: Seeds, flat: FlatProgram, match: Mapping[int, Match]
+) -> Callable[[str], str]:
+    """The name that a task's backward has by its own matcher, else the name with a suffix."""
+    scopes = {
+        match[equation.serial].name: equation.scope
+        for equation in all_equations(flat.steps)
+        if equation.serial in match and not equation.scope.backprop
+    }
+
+    def name_of(name: str) -> str:
+        scope = scopes.get(name)
+        found = scope and seeds.of_scope(replace(scope, transposes=1))
+        return found.name if found else name
+
+    return name_of

@@ -7,14 +7,14 @@
 
 Stages that `Task.stage` gives exist from the start. Any other forward task joins the last stage of
 its submesh that keeps the graph acyclic, else opens a new one. A backward task belongs to the
-stage whose forward values it reads.
+stage whose forward values it reads. In a loop without forward tasks (the transpose of a loop) the
+backward tasks are numbered as forward ones.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from multimesh._src.errors import PartitionError, message
-from multimesh._src.ir.flat import Var
 from multimesh._src.ir.program import TaskNode
 from multimesh._src.ir.submesh import Submesh
 from multimesh._src.partition.quotient import Quotient
@@ -54,6 +54,7 @@ def find_stages(
     Raises:
         PartitionError: Given stages form a cycle or one stage lies on two submeshes.
     """
+    forward: Kind = Kind.F if any(task.kind == "F" for task in tasks) else Kind.BW
     producer = {var: task for task in tasks for var in task.outputs}
     needs = {
         task.index: tuple(
@@ -62,13 +63,14 @@ def find_stages(
         for task in tasks
     }
     ranked = _rank_submeshes(tasks, submeshes)
-    stage_of = _forward_stages(tasks, given, needs, ranked)
-    stage_of |= _backward_stages(tasks, given, needs, stage_of, producer)
-    stage_of, numbers = _renumber(tasks, given, needs, stage_of)
+    stage_of = _forward_stages(tasks, given, needs, ranked, forward)
+    if forward is Kind.F:
+        stage_of |= _backward_stages(tasks, given, needs, stage_of)
+    stage_of = _renumber(tasks, given, needs, stage_of, forward)
     placed = {stage_of[task.index]: task.submesh for task in tasks if task.index in stage_of}
     ranks = tuple(dict.fromkeys(placed[stage] for stage in sorted(placed)))
     placement = tuple(ranks.index(placed[stage]) for stage in sorted(placed))
-    node_of = _nodes(tasks, needs, stage_of, ranks, submeshes)
+    node_of = _nodes(tasks, needs, stage_of, ranks, submeshes, forward)
     graph = StageGraph(
         placement=placement,
         nodes=tuple(dict.fromkeys(node_of[task.index] for task in tasks)),
@@ -98,6 +100,7 @@ def _forward_stages(
     given: Mapping[int, int | None],
     needs: Mapping[int, tuple[int, ...]],
     ranked: set[int],
+    forward: Kind,
 ) -> dict[int, int]:
     """Stage of each forward task; stages that are not given get numbers after the given ones."""
     quotient = Quotient()
@@ -108,7 +111,7 @@ def _forward_stages(
     stage_of: dict[int, int] = {}
     for task in tasks:
         sources = [node_of[index] for index in needs[task.index] if index in node_of]
-        if task.kind != "F" or task.submesh not in ranked:
+        if task.kind != forward or task.submesh not in ranked:
             node_of[task.index] = quotient.add()
         else:
             stage = given.get(task.index)
@@ -183,7 +186,6 @@ def _backward_stages(
     given: Mapping[int, int | None],
     needs: Mapping[int, tuple[int, ...]],
     stage_of: Mapping[int, int],
-    producer: Mapping[Var, TaskNode],
 ) -> dict[int, int]:
     """Stage of each backward task that lies on the submesh of a stage."""
     by_index = {task.index: task for task in tasks}
@@ -217,7 +219,8 @@ def _renumber(
     given: Mapping[int, int | None],
     needs: Mapping[int, tuple[int, ...]],
     stage_of: Mapping[int, int],
-) -> tuple[dict[int, int], dict[int, int]]:
+    forward: Kind,
+) -> dict[int, int]:
     """Numbers stages by longest path in changes of submesh, ties in program order.
 
     Given stages keep their order before all others; gaps in their numbers are closed.
@@ -234,7 +237,7 @@ def _renumber(
         ]
         task_depth[task.index] = max(hops, default=0)
         stage = stage_of.get(task.index)
-        if stage is not None and task.kind == "F":
+        if stage is not None and task.kind == forward:
             depth[stage] = max(depth.get(stage, 0), task_depth[task.index])
             first.setdefault(stage, position)
     fixed = {s for i, s in given.items() if s is not None and i in stage_of}
@@ -245,7 +248,7 @@ def _renumber(
         return (1, depth.get(stage, 0), first.get(stage, 0))
 
     numbers = {stage: n for n, stage in enumerate(sorted(set(stage_of.values()), key=key))}
-    return {index: numbers[stage] for index, stage in stage_of.items()}, numbers
+    return {index: numbers[stage] for index, stage in stage_of.items()}
 
 
 def _nodes(
@@ -254,6 +257,7 @@ def _nodes(
     stage_of: Mapping[int, int],
     ranks: tuple[int, ...],
     submeshes: Sequence[Submesh],
+    forward: Kind,
 ) -> dict[int, Node]:
     """The schedule node of each task; one that would close a cycle in its action stands alone."""
     quotient = Quotient()
@@ -264,7 +268,8 @@ def _nodes(
         sources = [numbers[node_of[index]] for index in needs[task.index]]
         node: Node | None = None
         if task.index in stage_of:
-            node = Part(Kind(task.kind), stage_of[task.index])
+            kind = Kind.F if task.kind == forward else Kind(task.kind)
+            node = Part(kind, stage_of[task.index])
             at = numbers.get(node)
             if at is not None and any(s != at and quotient.reaches(at, s) for s in sources):
                 node = None
@@ -288,8 +293,11 @@ def _overlapping(
 
     mine = devices(submesh)
     places = [*enumerate(ranks), *((row, index) for index, row in rows.items())]
-    return tuple(row for row, index in places if index != submesh or row < len(ranks)
-                 if devices(index) & mine)
+    return tuple(
+        row
+        for row, index in places
+        if (index != submesh or row < len(ranks)) and devices(index) & mine
+    )
 
 
 def _edges(

@@ -16,7 +16,9 @@ def print_flat(program: FlatProgram, place: Mapping[int, int] | None = None) -> 
     constants = ", ".join(_typed(var, program.avals) for var in program.constants)
     results = ", ".join(map(_operand, program.results))
     head = [f"{program.name}({arguments}) constants ({constants})"]
-    return "\n".join([*head, *_flat_lines(program.steps, program.avals, place, "  "), f"return {results}"])
+    return "\n".join(
+        [*head, *_flat_lines(program.steps, program.avals, place, "  "), f"return {results}"]
+    )
 
 
 def _flat_lines(
@@ -37,7 +39,9 @@ def _flat_lines(
         inputs = " ".join(map(_operand, step.inputs))
         transposed = "^T" * step.scope.transposes
         scope = f"  [{step.scope}{transposed}]" if step.scope.path or transposed else ""
-        where = "" if place is None else f" @{place[step.serial]}" if step.serial in place else " @-"
+        where = (
+            "" if place is None else f" @{place[step.serial]}" if step.serial in place else " @-"
+        )
         yield f"{indent}{outputs} = {step.primitive} {inputs}{where}{scope}"
 
 

@@ -77,6 +77,7 @@ def compile_executables(buffered: BufferedPlan) -> tuple[CompiledExecutable | No
     with shardy_enabled(), no_ambient_mesh():
         lowered = {key: _lower(program) for key, program in distinct.items()}
     compiled = _compile_all({key: (distinct[key].executable.name, lowered[key]) for key in lowered})
+    counters.compiles += len(compiled)
     made = {key: _finish(distinct[key], compiled[key]) for key in distinct}
     return tuple(None if program is None else made[program.key()] for program in programs)
 
@@ -199,7 +200,6 @@ def _compile(name: str, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
                 ways=("read the chained error; `MULTIMESH_DUMP` writes the program of each task.",),
             )
         ) from error
-    counters.compiles += 1
     return compiled
 
 

@@ -8,12 +8,12 @@ five steps are one trace, one compile and, after the first, no move of state.
     assert counters.since(before).compiles == 0
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 
-@dataclass(frozen=True, slots=True)
-class Counts:
-    """Values of the counters, or their growth between two points in time.
+@dataclass(slots=True)
+class Counters:
+    """Counters, or how much they grew between two points in time.
 
     Attributes:
         traces: User functions traced.
@@ -34,27 +34,16 @@ class Counts:
     argument_puts: int = 0
 
 
-_NAMES = tuple(field.name for field in fields(Counts))
-
-
-class Counters:
-    """The counters; add to its attributes, which are those of `Counts`."""
-
-    __slots__ = _NAMES
-
-    def __init__(self) -> None:
-        for name in _NAMES:
-            setattr(self, name, 0)
-
-
 counters = Counters()
+"""The counters of this process; add to its attributes."""
 
 
-def snapshot() -> Counts:
+def snapshot() -> Counters:
     """Returns the counters as they are now."""
-    return Counts(**{name: getattr(counters, name) for name in _NAMES})
+    return replace(counters)
 
 
-def since(before: Counts) -> Counts:
+def since(before: Counters) -> Counters:
     """Returns by how much the counters grew since `before` was taken."""
-    return Counts(**{name: getattr(counters, name) - getattr(before, name) for name in _NAMES})
+    names = [field.name for field in fields(Counters)]
+    return Counters(*(getattr(counters, name) - getattr(before, name) for name in names))

@@ -2,11 +2,11 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from multimesh._src.errors import ScheduleError, message
 from multimesh._src.schedule.built_in import BUILT_IN
-from multimesh._src.schedule.costs import UNIT, Costs, Latency, Memory, costs_of
+from multimesh._src.schedule.costs import NO_MEMORY, UNIT, Costs, Latency, Memory, costs_of
 from multimesh._src.schedule.rule import Request, Rule
 from multimesh._src.schedule.schedule import Schedule
 from multimesh._src.schedule.simulate import Simulation, simulate
@@ -60,6 +60,8 @@ class Auto:
         Raises:
             ScheduleError: No built-in schedule does what is asked within the limit.
         """
+        if not request.placement and not request.num_chunks:
+            request = replace(request, num_chunks=1)  # schedules of other sizes do not compare
         reasons: list[str] = []
         fitting: list[Simulation] = []
         for rule in BUILT_IN:
@@ -110,7 +112,7 @@ def auto(
     *,
     costs: Costs | Mapping[str, float] = UNIT,
     latency: Latency = 0.0,
-    memory: Memory | None = None,
+    memory: Memory = NO_MEMORY,
     limit: float = math.inf,
 ) -> Auto:
     """A rule that simulates the built-in schedules and takes the shortest that fits.
@@ -124,4 +126,4 @@ def auto(
     Raises:
         ScheduleError: A cost is negative.
     """
-    return Auto(costs_of(costs), latency, memory or Memory(), limit)
+    return Auto(costs_of(costs), latency, memory, limit)

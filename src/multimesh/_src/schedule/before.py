@@ -7,11 +7,12 @@ placement and any stage graph.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from heapq import heappop, heappush
+from itertools import permutations
 
 from multimesh._src.errors import ScheduleError, listed, message
-from multimesh._src.schedule.actions import Action, Kind
-from multimesh._src.schedule.expand import Expanded, expand
-from multimesh._src.schedule.graph import StageGraph
+from multimesh._src.schedule.actions import Action, Kind, Row
+from multimesh._src.schedule.graph import Part, StageGraph
 from multimesh._src.schedule.rule import Request
 from multimesh._src.schedule.schedule import Schedule
 
@@ -68,9 +69,7 @@ def list_schedule(
         ScheduleError: The predicate contradicts itself or the dataflow.
     """
     actions = _actions_by_rank(graph, num_microbatches)
-    order = tuple(tuple(sorted(row, key=_priority)) for row in actions)
-    draft = Schedule(name, order, graph.placement, num_microbatches)
-    rows = _Lister(expand(draft, graph, num_microbatches), predicate).run()
+    rows = _Lister(graph, actions, num_microbatches, predicate).run()
     return Schedule(name, rows, graph.placement, num_microbatches)
 
 
@@ -79,83 +78,111 @@ def _priority(action: Action) -> tuple[int, int, int]:
 
 
 def _actions_by_rank(graph: StageGraph, num_microbatches: int) -> list[list[Action]]:
+    """The actions of every rank, the most urgent first."""
     rows: list[list[Action]] = [[] for _ in range(graph.num_ranks)]
     for node in graph.nodes:
-        if node not in graph.outside:
+        if isinstance(node, Part):
             row = rows[graph.placement[node.stage]]
             row += (Action(node.kind, node.stage, i) for i in range(num_microbatches))
-    return rows
+    return [sorted(row, key=_priority) for row in rows]
 
 
 class _Lister:
-    """Runs steps of unit length; outside tasks run as soon as they are ready."""
+    """Greedy scheduling against a clock. Tasks outside the ranks run as soon as they are ready.
 
-    def __init__(self, expanded: Expanded, predicate: Predicate) -> None:
-        self.expanded = expanded
-        self.done: set[int] = set()  # instances that have ended
-        self.outside = [
-            (unit, i) for unit in expanded.outside for i in range(expanded.num_microbatches)
-        ]
-        # Per rank the positions that are left, best first, and what each waits for on its rank.
-        self.left = [list(range(len(row))) for row in expanded.schedule.rows]
-        self.after = [_predecessors(row, predicate) for row in expanded.schedule.rows]
-        self.ran: list[list[int]] = [[] for _ in self.left]
+    Jobs are numbered rank after rank, the most urgent action of a rank first, then the runs of
+    outside tasks: on every rank the ready job with the lowest number is the best.
+    """
 
-    def run(self) -> tuple[tuple[Action, ...], ...]:
-        while any(self.left):
-            chosen = [(rank, k) for rank in range(len(self.left)) if (k := self.best(rank)) >= 0]
-            ended = [unit for unit in self.outside if self.ready(*unit)]
-            if not chosen and not ended:
-                raise ScheduleError(self.stuck())
-            for rank, position in chosen:
-                self.left[rank].remove(position)
-                self.ran[rank].append(position)
-                ended.append(self.unit(rank, position))
-            self.outside = [unit for unit in self.outside if unit not in ended]
-            m = self.expanded.num_microbatches
-            self.done |= {n * m + i for unit, i in ended for n in self.expanded.units[unit].nodes}
-        rows = self.expanded.schedule.rows
-        return tuple(tuple(rows[r][k] for k in ran) for r, ran in enumerate(self.ran))
+    def __init__(
+        self, graph: StageGraph, actions: list[list[Action]], m: int, predicate: Predicate
+    ) -> None:
+        self.graph = graph
+        self.actions = [action for row in actions for action in row]
+        self.rank_of = [rank for rank, row in enumerate(actions) for _ in row]
+        job_of = {
+            graph.index[Part(a.kind, a.stage)] * m + a.microbatch: job
+            for job, a in enumerate(self.actions)
+        }
+        for task in graph.outside:
+            for i in range(m):
+                job_of[graph.index[task] * m + i] = len(job_of)
+        self.waits = [0] * len(job_of)  # per job how many others it still waits for
+        self.users: list[list[int]] = [[] for _ in job_of]  # per job who waits for it
+        for edge in graph.edges:
+            source, target = graph.index[edge.source] * m, graph.index[edge.target] * m
+            for i in range(edge.distance, m):
+                self.must_follow(job_of[source + i - edge.distance], job_of[target + i])
+        if predicate is not _never:
+            self.add_predicate(predicate)
+        self.ready: list[list[int]] = [[] for _ in actions]
+        self.busy = [False] * len(actions)
+        self.running: list[tuple[int, int]] = []  # (end, job)
+        self.rows: list[list[Action]] = [[] for _ in actions]
 
-    def unit(self, rank: int, position: int) -> tuple[int, int]:
-        row = self.expanded.rows[rank]
-        return row.units[position], row.microbatches[position]
+    def must_follow(self, first: int, second: int) -> None:
+        self.waits[second] += 1
+        self.users[first].append(second)
 
-    def ready(self, unit: int, microbatch: int) -> bool:
-        m, index = self.expanded.num_microbatches, self.expanded.graph.index
-        return all(
-            microbatch < edge.distance
-            or index[edge.source] * m + microbatch - edge.distance in self.done
-            for edge in self.expanded.units[unit].edges
-        )
+    def add_predicate(self, predicate: Predicate) -> None:
+        for (job, first), (other, second) in permutations(enumerate(self.actions), 2):
+            if self.rank_of[job] == self.rank_of[other] and predicate(first, second):
+                self.must_follow(job, other)
 
-    def best(self, rank: int) -> int:
-        """The position of the best action that may run now, or -1."""
-        left = set(self.left[rank])
-        for position in self.left[rank]:
-            allowed = not self.after[rank] or left.isdisjoint(self.after[rank][position])
-            if allowed and self.ready(*self.unit(rank, position)):
-                return position
-        return -1
+    def run(self) -> tuple[Row, ...]:
+        touched = self.release(0, [job for job, count in enumerate(self.waits) if count == 0])
+        self.start(0, touched)
+        while self.running:
+            now = self.running[0][0]
+            released: list[int] = []
+            touched = set()
+            while self.running and self.running[0][0] == now:
+                job = heappop(self.running)[1]
+                if job < len(self.actions):
+                    self.busy[self.rank_of[job]] = False
+                    touched.add(self.rank_of[job])
+                released += self.finish(job)
+            self.start(now, touched | self.release(now, released))
+        if any(self.waits):
+            raise ScheduleError(self.stuck())
+        return tuple(map(tuple, self.rows))
+
+    def finish(self, job: int) -> list[int]:
+        """The jobs that waited for this one last."""
+        for user in self.users[job]:
+            self.waits[user] -= 1
+        return [user for user in self.users[job] if self.waits[user] == 0]
+
+    def release(self, now: int, jobs: list[int]) -> set[int]:
+        """Makes jobs ready; returns the ranks that got some."""
+        ranks: set[int] = set()
+        for job in jobs:
+            if job >= len(self.actions):
+                heappush(self.running, (now + 1, job))
+                continue
+            heappush(self.ready[self.rank_of[job]], job)
+            ranks.add(self.rank_of[job])
+        return ranks
+
+    def start(self, now: int, ranks: set[int]) -> None:
+        for rank in sorted(ranks):
+            if self.ready[rank] and not self.busy[rank]:
+                job = heappop(self.ready[rank])
+                self.busy[rank] = True
+                self.rows[rank].append(self.actions[job])
+                length = 2 if self.actions[job].kind is Kind.BW else 1
+                heappush(self.running, (now + length, job))
 
     def stuck(self) -> str:
-        problems = []
-        for rank, left in enumerate(self.left):
-            row, label = self.expanded.schedule.rows[rank], self.expanded.graph.label(rank)
-            for position in left[:1]:
-                held = sorted(set(left) & self.after[rank][position])
-                by = ", ".join(f"`{row[k]}`" for k in held[:3]) or "other ranks"
-                problems.append(f"On {label} `{row[position]}` still waits for {by}.")
+        left = [job for job, count in enumerate(self.waits) if count and job < len(self.actions)]
+        holders = {user: job for job in left for user in self.users[job]}
+        problems = [
+            f"`{self.actions[job]}` on {self.graph.label(self.rank_of[job])} waits for "
+            f"`{self.actions[holders[job]]}`."
+            for job in left
+            if job in holders
+        ]
         return message(
             "No order keeps both the dataflow and the predicate:\n" + listed(problems),
-            ways=["ask for fewer actions before others: `predicate(a, b)` must not form a circle"],
+            ways=["let `predicate(a, b)` hold for fewer pairs: what it asks for forms a circle"],
         )
-
-
-def _predecessors(row: tuple[Action, ...], predicate: Predicate) -> list[frozenset[int]]:
-    if predicate is _never:
-        return [frozenset()] * len(row)
-    return [
-        frozenset(k for k, first in enumerate(row) if first != action and predicate(first, action))
-        for action in row
-    ]

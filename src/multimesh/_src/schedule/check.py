@@ -8,7 +8,7 @@ from multimesh._src.schedule.costs import Costs
 from multimesh._src.schedule.deadlock import explain_deadlock
 from multimesh._src.schedule.engine import run
 from multimesh._src.schedule.expand import Expanded, expand
-from multimesh._src.schedule.graph import Node, StageGraph, check_graph, fit
+from multimesh._src.schedule.graph import Node, Part, StageGraph, check_graph, fit
 from multimesh._src.schedule.placement import placement_message
 from multimesh._src.schedule.schedule import Schedule
 from multimesh._src.schedule.window import window
@@ -114,16 +114,14 @@ def _twice(node: Node, action: Action, label: str) -> str:
 
 
 def _missing(schedule: Schedule, graph: StageGraph, m: int, ran: list[int]) -> Iterator[Problem]:
-    outside = {graph.index[task] for task in graph.outside}
     for instance, position in enumerate(ran):
+        if position >= 0:
+            continue
         node, microbatch = divmod(instance, m)
-        if position < 0 and node not in outside:
-            rank = graph.placement[graph.nodes[node].stage]
-            yield (
-                f"`{graph.nodes[node]}{microbatch}` is missing in the row of {graph.label(rank)}.",
-                rank,
-                -1,
-            )
+        part = graph.nodes[node]
+        if isinstance(part, Part):
+            rank = graph.placement[part.stage]
+            yield f"`{part}{microbatch}` is missing in the row of {graph.label(rank)}.", rank, -1
 
 
 def _strangers(schedule: Schedule, graph: StageGraph, m: int) -> Iterator[Problem]:

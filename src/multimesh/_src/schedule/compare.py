@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from multimesh._src.schedule.costs import UNIT, Costs, Latency, Memory
+from multimesh._src.schedule.costs import NO_MEMORY, UNIT, Costs, Latency, Memory
 from multimesh._src.schedule.graph import StageGraph
 from multimesh._src.schedule.schedule import Schedule
 from multimesh._src.schedule.simulate import Simulation, simulate
@@ -20,7 +20,7 @@ def compare(
     *,
     costs: Costs | Mapping[str, float] = UNIT,
     latency: Latency = 0.0,
-    memory: Memory | None = None,
+    memory: Memory = NO_MEMORY,
 ) -> Table:
     """A table of makespan, bubbles and peak memory, one row a schedule.
 
@@ -42,18 +42,19 @@ def compare(
     """
     from rich.table import Table
 
+    has_bytes = memory is not NO_MEMORY
     table = Table("schedule", title="schedules compared")
     numbers = ("makespan", "span bubble", "makespan bubble", "idle", "sets until B", "until W")
-    for name in (*numbers, *(("peak bytes",) if memory else ())):
+    for name in (*numbers, *(("peak bytes",) if has_bytes else ())):
         table.add_column(name, justify="right")
     for given in schedules:
         simulation = (
             given
             if isinstance(given, Simulation)
-            else simulate(given, graph, costs=costs, latency=latency, memory=memory or Memory())
+            else simulate(given, graph, costs=costs, latency=latency, memory=memory)
         )
         cells = _cells(simulation)
-        table.add_row(*(cells if memory else cells[:-1]))
+        table.add_row(*(cells if has_bytes else cells[:-1]))
     return table
 
 

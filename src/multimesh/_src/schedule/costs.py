@@ -2,10 +2,11 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from multimesh._src.errors import ScheduleError, listed, message
 from multimesh._src.schedule.actions import Kind
-from multimesh._src.schedule.graph import Edge, Node, OutsideTask, Part, StageGraph
+from multimesh._src.schedule.graph import Edge, Node, OutsideTask, Part
 
 UNIT: Mapping[str, float] = {"F": 1.0, "B": 1.0, "W": 1.0}
 
@@ -72,7 +73,9 @@ class Memory:
 
     residual: float = 0.0
     waiting: float = 0.0
-    stages: Mapping[int, tuple[float, float]] = field(default_factory=dict)
+    stages: Mapping[int, tuple[float, float]] = field(
+        default_factory=dict[int, tuple[float, float]]
+    )
     fixed: float = 0.0
 
     def of(self, stage: int) -> tuple[float, float]:
@@ -80,7 +83,9 @@ class Memory:
         return self.stages.get(stage, (self.residual, self.waiting))
 
 
-Latency = float | Mapping[tuple[str, str], float]
+NO_MEMORY = Memory()  # every set counts, none has bytes
+
+Latency: TypeAlias = float | Mapping[tuple[str, str], float]
 
 
 def latency_of(latency: Latency, edge: Edge) -> float:

@@ -7,7 +7,15 @@ from pathlib import Path
 from typing import TypeAlias
 
 from multimesh._src.errors import ScheduleError, listed, message
-from multimesh._src.schedule.actions import Action, Entry, Pair, Row, parse_entry, parse_rows
+from multimesh._src.schedule.actions import (
+    Action,
+    Entry,
+    Pair,
+    Row,
+    is_entry,
+    parse_entry,
+    parse_rows,
+)
 from multimesh._src.schedule.graph import Part
 from multimesh._src.schedule.rule import Request
 from multimesh._src.schedule.schedule import Schedule, schedule_of_rows
@@ -46,16 +54,15 @@ class CustomRows:
         if problems:
             ways = [_known_names(request.names)]
             raise ScheduleError(message(listed(problems), where=self.source, ways=ways))
-        if request.placement:
-            return Schedule("custom", rows, request.placement, request.num_microbatches)
-        return schedule_of_rows(rows, source=self.source)
+        placement = request.placement or schedule_of_rows(rows, source=self.source).placement
+        return Schedule("custom", rows, placement, request.num_microbatches)
 
 
 def custom(rows: str | Sequence[RowLike]) -> CustomRows:
-    """A schedule from rows, one a rank, in the order of stages.
+    r"""A schedule from rows, one a rank, in the order of stages.
 
     Args:
-        rows: Text with one line a rank (`"0F0 0BW0\\n1F0 1BW0"`), or a sequence with one row a
+        rows: Text with one line a rank (`"0F0 0BW0\n1F0 1BW0"`), or a sequence with one row a
             rank. Such a row is a line of text, or a sequence of actions, of their text, of
             `(microbatch, task name)`, or of task names, whose microbatches are numbered by their
             occurrence in the row. Names match exactly.
@@ -132,30 +139,26 @@ def _named(
     item: RowItem, names: Mapping[str, Part | None], seen: dict[str, list[int]]
 ) -> tuple[str, int] | None:
     """The task and microbatch that an item names, or None if it names no known task."""
-    match item:
-        case str(name) if name in names:
-            return name, len(seen.get(name, ()))
-        case (microbatch, name) if name in names:
-            return name, microbatch
+    if isinstance(item, tuple):
+        return (item[1], item[0]) if item[1] in names else None
+    if isinstance(item, str) and item in names:
+        return item, len(seen.get(item, ()))
     return None
 
 
 def _entry(item: RowItem, rank: int, problems: list[str]) -> Entry | None:
-    match item:
-        case Action() | Pair():
-            return item
-        case str(text):
-            try:
-                return parse_entry(text)
-            except ScheduleError:
-                problems.append(f"`{text}` in row `{rank}` is no task and no action.")
-        case (microbatch, name):
-            problems.append(f"`{name}` of microbatch `{microbatch}` in row `{rank}` is no task.")
+    if isinstance(item, Action | Pair):
+        return item
+    if isinstance(item, str) and is_entry(item):
+        return parse_entry(item)
+    name, of = (item, "") if isinstance(item, str) else (item[1], f" of microbatch `{item[0]}`")
+    actions = " and no action" if isinstance(item, str) else ""
+    problems.append(f"`{name}`{of} in row `{rank}` is no task{actions}.")
     return None
 
 
 def _miscounts(seen: dict[str, list[int]], rank: int, num_microbatches: int) -> list[str]:
-    problems = []
+    problems: list[str] = []
     for name, microbatches in seen.items():
         if sorted(microbatches) != list(range(num_microbatches)):
             times = len(microbatches)

@@ -68,7 +68,7 @@ class _Explainer:
                 return
 
     def needs_in_row(self, instance: int, row: int) -> list[int]:
-        """What an instance needs of its row: of its microbatch over any path, of others directly."""
+        """What it needs of a row: of its own microbatch over any path, of others directly."""
         node, i = divmod(instance, self.m)
         found = [n * self.m + i for n in sorted(self.all_above(node))]
         found += [n * self.m + i - d for n, d in self.needs[node] if 0 < d <= i]

@@ -214,7 +214,7 @@ class _Machine:
 
 def _durations(expanded: Expanded, costs: Costs) -> list[float]:
     """The cost of every unit; the BW of a split stage costs its parts unless it has an entry."""
-    durations = []
+    durations: list[float] = []
     for unit in expanded.units:
         parts = [expanded.graph.nodes[n] for n in unit.nodes]
         first = parts[0] if parts else None
@@ -234,7 +234,7 @@ def _pair_durations(
             key = todo.units[position], second
             entry = row[position]
             if key not in pairs and isinstance(entry, Pair):
-                parts = (Part(a.kind, a.stage) for a in (entry.first, entry.second))
+                first, other = (Part(a.kind, a.stage) for a in (entry.first, entry.second))
                 apart = durations[key[0]] + durations[second]
-                pairs[key] = costs.of_pair(*parts, apart)
+                pairs[key] = costs.of_pair(first, other, apart)
     return pairs

@@ -32,9 +32,9 @@ class ExpandedRow:
     `seconds[k]` is the (unit, microbatch) of the second part where entry k is a pair.
     """
 
-    units: list[int] = field(default_factory=list)
-    microbatches: list[int] = field(default_factory=list)
-    seconds: dict[int, tuple[int, int]] = field(default_factory=dict)
+    units: list[int] = field(default_factory=list[int])
+    microbatches: list[int] = field(default_factory=list[int])
+    seconds: dict[int, tuple[int, int]] = field(default_factory=dict[int, tuple[int, int]])
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +103,8 @@ def _expand_row(row: tuple[Entry, ...], numbers: dict[Kind, list[int]]) -> Expan
 def _blocked(graph: StageGraph) -> tuple[tuple[int, ...], ...]:
     blocked: list[set[int]] = [set() for _ in range(graph.num_rows)]
     shared = [(task.row, row) for task in graph.outside for row in task.occupies]
+    # Two outside rows that occupy the same rank are in each other's way, too.
+    shared += [(a, b) for a, r in shared for b, s in shared if r == s and a < b]
     for a, b in (*graph.overlaps, *shared):
         blocked[a].add(b)
         blocked[b].add(a)

@@ -171,7 +171,7 @@ def check_graph(graph: StageGraph) -> None:
 
 
 def _node_problems(graph: StageGraph) -> list[str]:
-    problems = []
+    problems: list[str] = []
     if len(graph.index) < len(graph.nodes):
         problems.append("A node stands twice in the stage graph.")
     for node in graph.nodes:
@@ -189,7 +189,7 @@ def _node_problems(graph: StageGraph) -> list[str]:
 
 
 def _edge_problems(graph: StageGraph) -> list[str]:
-    problems = []
+    problems: list[str] = []
     for edge in graph.edges:
         text = f"The edge from `{edge.source}` to `{edge.target}`"
         if edge.source not in graph.index or edge.target not in graph.index:

@@ -121,7 +121,9 @@ def _pieces(row: list[_Block], left: int, right: int, cell: int, color: bool) ->
         pieces.append(".".ljust(cell) * (start - at))
         whole = block.text.ljust(block.length * cell - 1, "-" if block.length > 1 else " ") + " "
         text = whole[(start - block.start) * cell : (end - block.start) * cell]
-        pieces.append(f"\033[30;{block.color}m{text[:-1]}\033[0m{text[-1]}" if color else text)
+        body = text.rstrip()
+        gap = " " * (len(text) - len(body))
+        pieces.append(f"\033[30;{block.color}m{body}\033[0m{gap}" if color else text)
         at = end
     pieces.append(".".ljust(cell) * (right - at))
     return pieces

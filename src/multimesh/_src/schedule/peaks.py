@@ -1,11 +1,13 @@
 """Peak memory of a schedule: how many residual sets live at once on every rank, and their bytes."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
-from multimesh._src.schedule.actions import Action, Kind, Row, actions_of
+from multimesh._src.schedule.actions import Kind
 from multimesh._src.schedule.costs import Memory
-from multimesh._src.schedule.graph import Part, StageGraph
-from multimesh._src.schedule.schedule import Schedule
+from multimesh._src.schedule.expand import Expanded, ExpandedRow
+from multimesh._src.schedule.graph import StageGraph
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,68 +31,67 @@ class Peaks:
 
 
 @dataclass(frozen=True, slots=True)
-class _Effect:
-    """What an action does to the live sets: before it runs, and after it."""
+class _Changes:
+    """Per unit by how much it changes what is alive; only an F opens sets, all else closes."""
 
-    opened: int  # sets that its F opens
-    closed_b: int  # sets that end with their last of B, BW
-    closed_w: int  # sets that end with their last of W, BW
-    waiting: int  # sets that begin (1) or end (-1) to wait for W
-    bytes_before: float
-    bytes_after: float
+    until_b: list[int]
+    until_w: list[int]
+    waiting: list[int]
+    num_bytes: list[float]
 
 
-def peaks_of(schedule: Schedule, graph: StageGraph, memory: Memory) -> Peaks:
+def peaks_of(expanded: Expanded, memory: Memory) -> Peaks:
     """The peaks of every rank. They depend on the rows alone, not on run times."""
-    effects = {
-        (kind, stage): _effect(Part(kind, stage), graph, memory)
-        for kind in Kind
-        for stage in range(len(graph.placement))
-    }
-    found = [_row_peaks(row, effects, memory.fixed) for row in schedule.rows]
-    until_b, until_w, waiting, num_bytes = zip(*found, strict=True)
-    return Peaks(until_b, until_w, waiting, num_bytes)
+    graph = expanded.graph
+    changes = _Changes([], [], [], [])
+    for kind in Kind:
+        for stage in range(len(graph.placement)):
+            _add_changes(changes, kind, stage, graph, memory)
+    flat = [_flat_units(row, changes) for row in expanded.rows]
+    return Peaks(
+        until_b=tuple(int(_peak(units, changes.until_b)) for units in flat),
+        until_w=tuple(int(_peak(units, changes.until_w)) for units in flat),
+        waiting=tuple(int(_peak(units, changes.waiting)) for units in flat),
+        num_bytes=tuple(memory.fixed + _peak(units, changes.num_bytes) for units in flat),
+    )
 
 
-def _effect(part: Part, graph: StageGraph, memory: Memory) -> _Effect:
+def _add_changes(
+    changes: _Changes, kind: Kind, stage: int, graph: StageGraph, memory: Memory
+) -> None:
     """A stage without backward keeps nothing; one without B keeps its set until W."""
-    kind, stage = part.kind, part.stage
     residual, waiting = memory.of(stage)
-    has_w = bool(graph.covers(Kind.W, stage))
-    has_b = bool(graph.covers(Kind.B, stage))
+    has_b, has_w = (bool(graph.covers(kind, stage)) for kind in (Kind.B, Kind.W))
     match kind:
         case Kind.F:
             kept = int(bool(graph.covers(Kind.BW, stage)))
-            return _Effect(kept, 0, 0, 0, kept * residual, 0.0)
-        case Kind.BW:
-            return _Effect(0, 1, 1, 0, 0.0, -residual)
+            change = (kept, kept, 0, kept * residual)
         case Kind.B:
             after = (waiting if has_w else 0.0) - residual
-            return _Effect(0, 1, int(not has_w), int(has_w), 0.0, after)
+            change = (-1, -int(not has_w), int(has_w), after)
         case Kind.W:
-            after = -waiting if has_b else -residual
-            return _Effect(0, int(not has_b), 1, -int(has_b), 0.0, after)
+            change = (-int(not has_b), -1, -int(has_b), -waiting if has_b else -residual)
+        case Kind.BW:
+            change = (-1, -1, 0, -residual)
+    changes.until_b.append(change[0])
+    changes.until_w.append(change[1])
+    changes.waiting.append(change[2])
+    changes.num_bytes.append(change[3])
 
 
-def _row_peaks(
-    row: Row, effects: dict[tuple[Kind, int], _Effect], fixed: float
-) -> tuple[int, int, int, float]:
-    live_b = live_w = waiting = peak_b = peak_w = peak_waiting = 0
-    live_bytes = peak_bytes = fixed
-    for entry in row:
-        parts = (entry,) if isinstance(entry, Action) else actions_of(entry)
-        done = [effects[a.kind, a.stage] for a in parts]
-        for effect in done:
-            live_b += effect.opened
-            live_w += effect.opened
-            live_bytes += effect.bytes_before
-        peak_b, peak_w = max(peak_b, live_b), max(peak_w, live_w)
-        peak_bytes = max(peak_bytes, live_bytes)
-        for effect in done:
-            live_b -= effect.closed_b
-            live_w -= effect.closed_w
-            waiting += effect.waiting
-            live_bytes += effect.bytes_after
-        peak_waiting = max(peak_waiting, waiting)
-        peak_bytes = max(peak_bytes, live_bytes)
-    return peak_b, peak_w, peak_waiting, peak_bytes
+def _flat_units(row: ExpandedRow, changes: _Changes) -> list[int]:
+    """The units of a row; a pair opens the set of its F before it closes any."""
+    if not row.seconds:
+        return row.units
+    flat: list[int] = []
+    for position, unit in enumerate(row.units):
+        flat.append(unit)
+        if position in row.seconds:
+            flat.append(row.seconds[position][0])
+            flat[-2:] = sorted(flat[-2:], key=changes.until_w.__getitem__, reverse=True)
+    return flat
+
+
+def _peak(units: list[int], change: Sequence[float]) -> float:
+    # All of it runs in C: schedules have millions of actions.
+    return max(accumulate(map(change.__getitem__, units)), default=0.0)

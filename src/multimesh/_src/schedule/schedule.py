@@ -98,7 +98,7 @@ def keep_stages(schedule: Schedule, num_stages: int) -> Schedule:
     if num_stages >= schedule.num_stages:
         return schedule
     rows = tuple(
-        tuple(e for e in map(lambda e: _kept(e, num_stages), row) if e) for row in schedule.rows
+        tuple(e for e in (_kept(e, num_stages) for e in row) if e) for row in schedule.rows
     )
     return Schedule(schedule.name, rows, schedule.placement[:num_stages], schedule.num_microbatches)
 
@@ -115,4 +115,5 @@ def joined(actions: list[Action]) -> Entry | None:
             return Pair(first, second)
         case [only]:
             return only
-    return None
+        case _:
+            return None

@@ -7,7 +7,15 @@ from typing import TypeAlias
 
 from multimesh._src.schedule.actions import Entry, TaskRun
 from multimesh._src.schedule.check import check, prepare
-from multimesh._src.schedule.costs import UNIT, Costs, Latency, Memory, costs_of, latency_of
+from multimesh._src.schedule.costs import (
+    NO_MEMORY,
+    UNIT,
+    Costs,
+    Latency,
+    Memory,
+    costs_of,
+    latency_of,
+)
 from multimesh._src.schedule.engine import Trace, run
 from multimesh._src.schedule.expand import Expanded
 from multimesh._src.schedule.graph import StageGraph
@@ -101,7 +109,7 @@ def simulate(
     *,
     costs: Costs | Mapping[str, float] = UNIT,
     latency: Latency = 0.0,
-    memory: Memory = Memory(),
+    memory: Memory = NO_MEMORY,
 ) -> Simulation:
     """Runs a schedule against a clock.
 
@@ -126,7 +134,7 @@ def simulate(
         schedule=schedule,
         graph=graph,
         latency=latency,
-        peaks=peaks_of(schedule, graph, memory),
+        peaks=peaks_of(expanded, memory),
         starts=trace.starts,
         ends=trace.ends,
         makespan=max(trace.ends, default=0.0),

@@ -23,7 +23,7 @@ def window(schedule: Schedule, graph: StageGraph, rank: int, position: int) -> s
         for k in steps
     ]
     widths = [max(map(len, column)) for column in zip(head, *table, strict=True)]
-    lines = []
+    lines: list[str] = []
     for k, cells in zip((-1, *steps), (head, *table), strict=True):
         line = "  ".join(cell.ljust(w) for cell, w in zip(cells, widths, strict=True)).rstrip()
         lines.append(f"{line}  <-- here" if k == position else line)

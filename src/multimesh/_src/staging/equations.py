@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 from jax.extend.core import ClosedJaxpr
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from multimesh._src.frontend.arguments import Statics
 from multimesh._src.frontend.contexts import ActiveContexts
@@ -30,7 +30,8 @@ from multimesh._src.frontend.tracing import (
 )
 from multimesh._src.frontend.wanted import Wanted
 from multimesh._src.ir.scope import Scope
-from multimesh._src.jax_compat import avals, jit_hook
+from multimesh._src.ir.submesh import auto_mesh
+from multimesh._src.jax_compat import avals, jaxprs, jit_hook
 from multimesh._src.partition.pipeline import partition
 from multimesh._src.runtime.compiled_plan import compile_plan
 from multimesh._src.runtime.counters import counters
@@ -86,7 +87,8 @@ class Equations:
             if not plain.closed_over:  # else it holds tracers of this very call
                 self._traces[key] = plain
         name = jit_hook.BoundName(plain.name, self._runner(contexts))
-        flat = jit_hook.bind(plain.jaxpr, [*plain.closed_over, *leaves], name)
+        operands = plainly_typed([*plain.closed_over, *leaves])
+        flat = jit_hook.bind(plain.jaxpr, operands, name)
         return jax.tree.unflatten(plain.out_tree, flat)
 
     def _runner(self, contexts: ActiveContexts) -> "EquationRunner":
@@ -116,7 +118,7 @@ class EquationRunner:
         variant = cache.find(
             (ambient, avals.trace_context()), leaves, lambda: self._make(jaxpr, leaves, ambient)
         )
-        return None if variant.one_device_set else variant.run(leaves)
+        return None if variant.one_device_set else _on_auto_meshes(variant.run(leaves))
 
     def _make(self, jaxpr: ClosedJaxpr, leaves: Sequence[Any], ambient: Scope) -> Variant:
         surroundings = self._binding.surroundings(self._contexts)
@@ -139,6 +141,63 @@ class EquationRunner:
             compiled = compile_plan(plan, name=self._binding.name)
         takes = takes_of_plan(plan, traced, found.matched)
         return Variant(compiled.call, None, takes, False)
+
+
+class _Retyper:
+    """Runs one identity of `jit_hook.bind_retyping`, and whatever autodiff makes of it.
+
+    Forward, an array on an Explicit mesh goes to the Auto mesh; a cotangent, which comes from
+    there, goes back to the mesh and layout of the array, as autodiff demands.
+    """
+
+    def __init__(self) -> None:
+        self._sharding: NamedSharding | None = None
+
+    def run_equation(
+        self, jaxpr: ClosedJaxpr, args: Sequence[Any], donated: tuple[bool, ...]
+    ) -> Sequence[Any]:
+        """Evaluates an identity and changes the meshes of its results."""
+        return [self._retyped(result) for result in jaxprs.evaluate(jaxpr, *args)]
+
+    def _retyped(self, array: Any) -> Any:
+        if avals.is_explicit(jax.typeof(array)):
+            self._sharding = array.sharding
+            return _on_auto_meshes([array])[0]
+        if self._sharding is None:
+            return array
+        spec = self._sharding.spec
+        batch = (None,) * (array.ndim - len(spec)) if array.ndim > len(spec) else ()
+        return jax.device_put(
+            array, NamedSharding(self._sharding.mesh, PartitionSpec(*batch, *spec))
+        )
+
+
+def plainly_typed(values: Sequence[Any]) -> list[Any]:
+    """Returns values whose types name no mesh: autodiff cannot mix types of several meshes (R17).
+
+    Arrays on Explicit meshes, also those inside tracers, go to the same devices and layout on a
+    mesh with Auto axes.
+    """
+    return [
+        jit_hook.bind_retyping(value, jit_hook.BoundName("retype", _Retyper()))
+        if avals.is_explicit(jax.typeof(value))
+        else value
+        for value in values
+    ]
+
+
+def _on_auto_meshes(arrays: Sequence[Any]) -> list[Any]:
+    return [
+        jax.device_put(array, _auto(array.sharding))
+        if isinstance(array, jax.Array) and avals.is_explicit(array.aval)
+        else array
+        for array in arrays
+    ]
+
+
+def _auto(sharding: NamedSharding) -> NamedSharding:
+    mesh = auto_mesh(sharding.mesh)
+    return NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
 
 
 def constrained(

@@ -74,9 +74,7 @@ def regroup_sums(
     return replace(program, avals=context.avals, steps=steps), context.place
 
 
-def _count_uses(
-    steps: tuple[Step, ...], results: tuple[Operand, ...], context: _Context
-) -> None:
+def _count_uses(steps: tuple[Step, ...], results: tuple[Operand, ...], context: _Context) -> None:
     for operand in results:
         if not isinstance(operand, Lit):
             context.uses[operand] = context.uses.get(operand, 0) + 2  # a result stays as it is
@@ -257,7 +255,9 @@ def _split_accumulator(
         return [carry]
     gone = {equation.serial for equation in (root, *inner)}
     position = body.index(root)
-    here = context.place[root.serial] if context.place[root.serial] in groups else next(iter(groups))
+    here = (
+        context.place[root.serial] if context.place[root.serial] in groups else next(iter(groups))
+    )
     carries: list[Carry] = []
     additions: list[Equation] = []
     for place, group in sorted(groups.items(), key=lambda item: item[0] != here):

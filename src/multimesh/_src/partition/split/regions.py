@@ -123,5 +123,3 @@ def region_of(steps: tuple[Step, ...], flow: Flow) -> Region:
                 region.users[made_at[var]].append(position)
         made_at.update(dict.fromkeys(step.outputs, position))
     return region
-
-

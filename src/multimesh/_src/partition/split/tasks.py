@@ -1,8 +1,8 @@
 """Builds the tasks: bodies with the clones they need, inputs and outputs.
 
-    i = iota 8            # floating              task0(x) -> y   = { i = iota 8 ; y = x + i }
-    y = x + i             # layer0          ->    task1(y) -> z   = { i = iota 8 ; z = y * i }
-    z = y * i             # layer1
+i = iota 8            # floating              task0(x) -> y   = { i = iota 8 ; y = x + i }
+y = x + i             # layer0          ->    task1(y) -> z   = { i = iota 8 ; z = y * i }
+z = y * i             # layer1
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +20,7 @@ from multimesh._src.partition.constraints import resolve_constraints
 from multimesh._src.partition.split.acyclic import split_acyclic
 from multimesh._src.partition.split.groups import Group, group_equations
 from multimesh._src.partition.split.regions import Flow, Region, region_of
+
 
 @dataclass(slots=True)
 class Splitter:
@@ -176,4 +177,3 @@ def _equations(region: Region, positions: Sequence[int]) -> tuple[Equation, ...]
     return tuple(
         step for step in (region.steps[p] for p in positions) if isinstance(step, Equation)
     )
-

@@ -1,0 +1,98 @@
+"""What the caller says of places: arguments that lie somewhere, results wanted somewhere.
+
+step(w: on stage=0, batch: numpy)  out_shardings=(None, on stage=1)
+->  placed {w: 0}   wanted {1: 1}   layouts {w: P('data')}
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from multimesh._src.frontend.tracing import Argument, TracedFunction
+from multimesh._src.ir.flat import FlatProgram, Var
+from multimesh._src.ir.program import EVERYWHERE
+from multimesh._src.ir.submesh import Submesh
+from multimesh._src.partition.batches import Batch
+from multimesh._src.partition.layouts import Layouts, fit_spec, shape_of
+from multimesh._src.partition.seeds import Seeds
+from multimesh._src.topology import devices_label
+
+
+def placed_arguments(flat: FlatProgram, traced: TracedFunction, seeds: Seeds) -> dict[Var, int]:
+    """Arguments that lie on a submesh; those on the global mesh only give a layout."""
+    placed: dict[Var, int] = {}
+    for var, argument in zip(flat.arguments, traced.arguments, strict=True):
+        sharding = argument.placement
+        if not isinstance(sharding, NamedSharding) or is_global(sharding.mesh, traced):
+            continue
+        placed[var] = seeds.number(sharding.mesh, _label(sharding.mesh))
+    return placed
+
+
+def wanted_submeshes(traced: TracedFunction, seeds: Seeds) -> dict[int, int]:
+    """Submesh of each result, by position, that `out_shardings` puts on one."""
+    return {
+        position: seeds.number(result.sharding.mesh, _label(result.sharding.mesh))
+        for position, result in enumerate(traced.results)
+        if isinstance(result.sharding, NamedSharding)
+        and not is_global(result.sharding.mesh, traced)
+    }
+
+
+def default_submesh(traced: TracedFunction, seeds: Seeds) -> int:
+    """Where equations go that nothing places: the first submesh, or all devices without tasks."""
+    if seeds.submeshes:
+        return 0
+    mesh = traced.global_mesh or Mesh(_devices(traced.devices), ("x",))
+    return seeds.number(mesh, "all devices")
+
+
+def everywhere(traced: TracedFunction, submeshes: tuple[Submesh, ...]) -> Mesh:
+    """The mesh of values that live everywhere: the whole MultiMesh, or all submeshes together."""
+    if traced.global_mesh is not None:
+        return traced.global_mesh
+    if len(submeshes) == 1:
+        return submeshes[0].mesh
+    devices = dict.fromkeys(d for submesh in submeshes for d in submesh.mesh.devices.flat)
+    return Mesh(_devices(list(devices)), ("all",))
+
+
+def is_global(mesh: Any, traced: TracedFunction) -> bool:
+    """Whether a mesh has all devices of the program: it gives a layout but no place."""
+    whole = traced.global_mesh
+    devices = whole.devices.flat if whole is not None else traced.devices
+    return set(mesh.devices.flat) == set(devices)
+
+
+def _devices(devices: Any) -> Any:
+    return np.array(devices, dtype=object)
+
+
+def given_layouts(
+    flat: FlatProgram,
+    traced: TracedFunction,
+    submeshes: tuple[Submesh, ...],
+    homes: Mapping[Var, int],
+    batches: Mapping[int, Batch],
+) -> Layouts:
+    """Layouts that arguments come with, on every shape of submesh."""
+    shapes = {shape_of(submesh) for submesh in submeshes}
+    fixed: Layouts = {}
+    for position, (var, argument) in enumerate(zip(flat.arguments, traced.arguments, strict=True)):
+        spec = _given_spec(argument)
+        if spec is not None and position not in batches and homes.get(var) != EVERYWHERE:
+            for shape in shapes:
+                fixed[var, shape] = fit_spec(spec, flat.avals[var].shape, dict(shape))
+    return fixed
+
+
+def _given_spec(argument: Argument) -> PartitionSpec | None:
+    if argument.spec is not None:
+        return argument.spec
+    return argument.placement.spec if isinstance(argument.placement, NamedSharding) else None
+
+
+def _label(mesh: Mesh) -> str:
+    return devices_label(list(mesh.devices.flat))
