@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -88,21 +89,24 @@ def paired_ratio(timing: Timing, base: Timing) -> float:
 
 
 def print_table(title: str, rows: Mapping[str, Mapping[str, Timing]], base: str) -> None:
-    """Prints one line per case and candidate; ratios are to the candidate `base`."""
-    table = Table(title=title)
-    table.add_column("case")
-    table.add_column("what")
-    for column in ("min ms", "median ms", "CPU ms", "of min", "of median", "paired"):
-        table.add_column(column, justify="right")
+    """Prints one line per case and candidate; ratios are to the candidate `base`.
+
+    The last one is the median of the ratios of each round.
+    """
+    table = Table(title=title, box=box.SIMPLE)
+    table.add_column("case", no_wrap=True)
+    table.add_column("what", no_wrap=True)
+    for column in ("min ms", "median", "CPU ms", "/ min", "/ median", "by round"):
+        table.add_column(column, justify="right", no_wrap=True)
     for case, timings in rows.items():
         floor = timings[base]
-        for name, timing in timings.items():
+        for number, (name, timing) in enumerate(timings.items()):
             table.add_row(
-                case,
+                "" if number else case,
                 name,
-                f"{timing.min_wall * 1e3:.3f}",
-                f"{timing.median_wall * 1e3:.3f}",
-                f"{statistics.median(timing.cpu) * 1e3:.3f}",
+                f"{timing.min_wall * 1e3:.2f}",
+                f"{timing.median_wall * 1e3:.2f}",
+                f"{statistics.median(timing.cpu) * 1e3:.2f}",
                 f"{timing.min_wall / floor.min_wall:.3f}",
                 f"{timing.median_wall / floor.median_wall:.3f}",
                 f"{paired_ratio(timing, floor):.3f}",

@@ -165,6 +165,22 @@ def test_vmap():
     np.testing.assert_allclose(got, [loss(w, BATCH) for w in many], rtol=1e-5)
 
 
+@pytest.mark.parametrize(
+    "inner",
+    [
+        lambda x: jax.lax.psum(microbatch(jnp.sum, 0, 2)(x), "data"),
+        lambda x: microbatch(lambda x: jax.lax.psum(x.sum(), "data"), 0, 2)(x),
+        lambda x: (
+            jax.lax.pmax(microbatch(jnp.max, 0, 2, reduce="max")(x), "data") + X.sum() - X.max()
+        ),
+    ],
+)
+def test_inside_shard_map(inner):
+    mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
+    run = jax.jit(jax.shard_map(inner, mesh=mesh, in_specs=P("data"), out_specs=P()))
+    np.testing.assert_allclose(run(X), X.sum(), rtol=1e-5)
+
+
 def test_remat_and_random_keys():
     def noisy(w, batch, i):
         key = jax.random.fold_in(jax.random.key(7), i)

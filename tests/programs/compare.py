@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 import multimesh.jax as mm
-from multimesh._src.runtime.counters import counters
+from multimesh._src.runtime import counters
 from tests.oracle import Oracle, bitwise_equal, compare
 from tests.programs.generator import Surroundings, make_batches, make_state, make_step, plain
 from tests.programs.spec import Spec
@@ -49,20 +49,21 @@ def check_program(spec: Spec) -> Outcome:
 
 def run_ours(spec: Spec, batches: list[Tree]) -> tuple[Tree, Tree]:
     """Runs the steps with MultiMesh and checks the promises that R1 does not name."""
-    snapshots = []
+    after_first = []
     with multi_mesh(spec):
         donated = 0 if spec.donate else None
         step = mm.mjit(make_step(spec, _surroundings(spec)), donate_argnums=donated)
 
         def counted(state: Tree, batch: Tree) -> tuple[Tree, Tree]:
             results = step(state, batch)
-            snapshots.append(counters.snapshot())
+            after_first.append(counters.snapshot())
             return results
 
         first, last = run_steps(counted, make_state(spec), batches)
+        new = counters.since(after_first[0])
         again, _ = run_steps(step, make_state(spec), batches[:1])
-    new = snapshots[-1].since(snapshots[0])
-    assert (new.traces, new.compiles) == (0, 0), f"later steps trace or compile: {new}"
+    repeated = (new.traces, new.compiles, new.argument_moves)
+    assert repeated == (0, 0, 0), f"later steps trace, compile or move the state: {new}"
     same = jax.tree.map(bitwise_equal, again, first)
     assert jax.tree.all(same), f"a run repeated differs from itself: {same}"
     return first, last

@@ -134,7 +134,7 @@ def _draw_layers(source: Source, num_submeshes: int, pipelined: bool) -> tuple[L
             Layer(
                 ops=ops,
                 submesh=place,
-                scoped=source.integer(0, 7) < 7,
+                scoped=index == 0 or source.integer(0, 7) < 7,
                 checkpoint=source.integer(0, 2) == 2,
                 skip=source.integer(0, index - 1) if index and source.integer(0, 3) == 3 else -1,
                 tied=tied,

@@ -1,6 +1,7 @@
 """Compiled plans on eight CPU devices, against plain NumPy."""
 
 import gc
+import signal
 import threading
 import weakref
 from typing import Any
@@ -168,6 +169,29 @@ def test_interrupted_step_says_so() -> None:
     )
     np.testing.assert_allclose(w, _expected(_W, _TOTAL, _batch(2))[0], rtol=1e-5)
     step.call([_W, _TOTAL, *_batch(2)])  # the next call works
+
+
+def test_interrupt_comes_after_the_step() -> None:
+    step = compile_plan(accumulation(2), name="train_step")
+    w, total = step.call([_W, _TOTAL, *_batch(2)])
+    calls, steps = [], step._steps
+
+    def interrupted(args: Any) -> Any:
+        signal.raise_signal(signal.SIGINT)
+        return steps[0][0](args)
+
+    def last(args: Any) -> Any:
+        calls.append("last")
+        return steps[-1][0](args)
+
+    step._steps = ((interrupted, *steps[0][1:]), *steps[1:-1], (last, *steps[-1][1:]))
+    with pytest.raises(KeyboardInterrupt):
+        step.call([w, total, *_batch(2)])
+    step._steps = steps
+    assert calls == ["last"]
+    with pytest.raises(ExecutionError, match="that was interrupted"):
+        step.call([w, total, *_batch(2)])
+    step.call([_W, _TOTAL, *_batch(2)])
 
 
 def test_failing_callback_keeps_its_cause() -> None:

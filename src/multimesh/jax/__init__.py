@@ -17,8 +17,11 @@ from multimesh._src.config import (
 from multimesh._src.frontend.contexts import Context, clear_tasks, register_task, tasks
 from multimesh._src.frontend.logical import with_sharding_constraint
 from multimesh._src.frontend.markers import task
+from multimesh._src.frontend.microbatching import microbatch
 from multimesh._src.frontend.multi_mesh import MultiMesh, slice_global_mesh
 from multimesh._src.frontend.tasks import Task, TaskMesh
+from multimesh._src.staging.mjit import mjit
+from multimesh._src.staging.parallelize import parallelize
 
 __all__ = [
     "Context",
@@ -33,7 +36,10 @@ __all__ = [
     "enable_recomputation",
     "enable_task_fusion",
     "ignore_transforms",
+    "microbatch",
+    "mjit",
     "only_fuse_loop_tasks",
+    "parallelize",
     "recompute_from_arguments_if_cost_less_than",
     "register_task",
     "replicate_parameters_smaller_than_num_elements",

@@ -181,7 +181,7 @@ def _run(fun: Callable[..., Any], options: _Options, args: Any, kwargs: Any) -> 
             if dim is not None
         ]
         index = jnp.arange(m, dtype=jnp.int32) if options.with_index else None
-        first = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), (xs, index))
+        first = jax.eval_shape(lambda batch: jax.tree.map(lambda x: x[0], batch), (xs, index))
         body, shapes = jax.make_jaxpr(on_slice, return_shape=True)(*first)
         plan = reductions.plan_reduction(
             shapes, options.reduce, options.accum_dtype, _concat_dim(batch.dims)

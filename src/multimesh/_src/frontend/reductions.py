@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from multimesh._src.errors import MicrobatchError, message
+from multimesh._src.jax_compat.manual import as_varying
 
 REDUCTIONS = ("sum", "mean", "max", "stack", "concat")
 
@@ -53,10 +54,15 @@ def check_accum_dtype(dtype: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _Leaf:
-    """The reduction of one result. `dtype` is that of its accumulator."""
+    """The reduction of one result.
+
+    `value` is the type of one microbatch's value, `result` that of the result before "stack" and
+    "concat" join the microbatches, `dtype` that of the accumulator.
+    """
 
     name: str
     kind: str
+    value: jax.ShapeDtypeStruct
     result: jax.ShapeDtypeStruct
     dtype: Any
 
@@ -65,9 +71,8 @@ class _Leaf:
         return self.kind in ("sum", "mean", "max")
 
     def initial(self) -> Any:
-        if self.kind == "max":
-            return jnp.full(self.result.shape, _lowest(self.dtype), self.dtype)
-        return jnp.zeros(self.result.shape, self.dtype)
+        start = _lowest(self.dtype) if self.kind == "max" else 0
+        return as_varying(jnp.full(self.result.shape, start, self.dtype), self.value)
 
     def accumulate(self, accumulator: Any, value: Any) -> Any:
         add = jnp.maximum if self.kind == "max" else jnp.add
@@ -147,14 +152,14 @@ def plan_reduction(
         ) from error
     paths, treedef = jax.tree_util.tree_flatten_with_path(shapes)
     leaves = []
-    for (path, result), kind in zip(paths, kinds, strict=True):
-        dtype, name = result.dtype, "result" + jax.tree_util.keystr(path)
+    for (path, value), kind in zip(paths, kinds, strict=True):
+        result, dtype = value, value.dtype
         if kind in ("sum", "mean") and dtype == jnp.bool_:
             dtype = jnp.dtype(jnp.int32)  # counts, as in `jnp.sum`
-            result = jax.ShapeDtypeStruct(result.shape, dtype)
+            result = jax.ShapeDtypeStruct(value.shape, dtype)
         elif kind in ("sum", "mean") and jnp.issubdtype(dtype, jnp.floating):
             dtype = accum_dtype or dtype
-        leaf = _Leaf(name, kind, result, dtype)
+        leaf = _Leaf("result" + jax.tree_util.keystr(path), kind, value, result, dtype)
         _check_leaf(leaf, concat_dim)
         leaves.append(leaf)
     return ReductionPlan(tuple(leaves), treedef, concat_dim)

@@ -22,6 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from multimesh._src.errors import TraceError, message
 from multimesh._src.frontend import arguments as arguments_lib
 from multimesh._src.frontend import logical
+from multimesh._src.frontend.batches import MicrobatchedArray
 from multimesh._src.frontend.arguments import ArgumentSpec, NamedArgument, Statics
 from multimesh._src.frontend.matching import Matcher
 from multimesh._src.frontend import scopes
@@ -153,8 +154,18 @@ def trace_plainly(
 
 
 def plain_aval(x: Any) -> jax.ShapeDtypeStruct:
-    """Returns the type of an argument without mesh and layout."""
-    aval = jax.typeof(x)
+    """Returns the type of an argument without mesh and layout.
+
+    Raises:
+        TypeError: `x` is no array.
+    """
+    if isinstance(x, MicrobatchedArray):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return without_mesh(jax.typeof(x))
+
+
+def without_mesh(aval: Any) -> jax.ShapeDtypeStruct:
+    """Returns an aval without mesh and layout."""
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
 
 
@@ -164,7 +175,7 @@ def check_arguments(arguments: Sequence[NamedArgument]) -> None:
         names = arguments_lib.leaf_names(argument)
         for name, leaf in zip(names, jax.tree.leaves(argument.value), strict=True):
             try:
-                jax.typeof(leaf)
+                plain_aval(leaf)
             except TypeError:
                 raise TraceError(
                     message(
@@ -223,7 +234,7 @@ def trace(
         _trees(named), [a.aval for a in arguments], plain.out_tree, plain.jaxpr.out_avals
     )
     results = tuple(
-        Result(name, aval, want.named(mesh), None if want.is_given else successor)
+        Result(name, without_mesh(aval), want.named(mesh), None if want.is_given else successor)
         for name, aval, want, successor in zip(
             plain.out_names, plain.jaxpr.out_avals, outs, relation, strict=True
         )

@@ -26,7 +26,7 @@ def make_body(
             return jaxprs.literal(operand.value, operand.aval)
         return names[operand]
 
-    eqns = []
+    eqns: list[Any] = []
     for equation in equations:
         invars = [atom(operand) for operand in equation.inputs]
         for var in equation.outputs:

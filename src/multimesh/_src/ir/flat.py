@@ -108,7 +108,7 @@ def free_variables(steps: tuple[Step, ...]) -> tuple[Var, ...]:
 
 
 def step_inputs(step: Step) -> tuple[Operand, ...]:
-    """Operands of a step; for a loop its initial values and all that its body reads from outside."""
+    """Operands of a step; for a loop its initial values and what its body reads from outside."""
     match step:
         case Equation():
             return step.inputs

@@ -71,7 +71,8 @@ class Input:
 
     `slots` has one entry per sharding in which the argument itself is wanted at call time (usually
     one). `microbatches` > 0 says that the array is wanted microbatch-major: `[B, ...]` cut along
-    dim `dim` is stored as `[microbatches, B / microbatches, ...]` (the cut dim moved to the front).
+    dim `dim` is stored as `[microbatches, ..., B / microbatches, ...]`: a new dim in front, and the
+    rows of one microbatch where the cut dim was.
     An unused argument has no slots.
     """
 

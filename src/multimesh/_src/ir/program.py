@@ -10,8 +10,8 @@ from jax.sharding import PartitionSpec
 from multimesh._src.ir.flat import Carry, Operand, Var
 from multimesh._src.ir.submesh import Submesh
 
-Kind: TypeAlias = Literal["F", "BW", "-"]
-"""Forward, backward, or neither (outside microbatch loops)."""
+Kind: TypeAlias = Literal["F", "B", "W", "BW", "-"]
+"""Forward, backward (whole, or its activation and weight half), or neither."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class TaskNode:
 
     `inputs` and `outputs` are the variables that its body takes and gives, in order. `stage` is -1
     where the task is no action of a pipeline. `origin` is the user's `file:line` of its first
-    equation, `num_equations` counts clones too.
+    equation. `suffixes` are added to the names of the halves when a backward task is split.
     """
 
     index: int
@@ -32,6 +32,7 @@ class TaskNode:
     inputs: tuple[Var, ...]
     outputs: tuple[Var, ...]
     origin: str
+    suffixes: tuple[str, str] = ("", "")
 
 
 @dataclass(frozen=True, slots=True)

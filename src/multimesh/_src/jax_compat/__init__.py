@@ -49,6 +49,12 @@ ENTRIES = (
         without="nothing works: programs cannot be read",
     ),
     Entry(
+        file="manual.py",
+        names=("manual_axis_type of avals and of jax.ShapeDtypeStruct",),
+        versions=_ALL,
+        without="microbatch inside shard_map needs check_vma=False",
+    ),
+    Entry(
         file="name_stack.py",
         names=(
             "jax._src.source_info_util.Transform",

@@ -26,7 +26,7 @@ from jax._src import core
 from jax._src.pjit import jit_p
 from jax._src.sharding_impls import UNSPECIFIED
 from jax.extend.core import ClosedJaxpr
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from multimesh._src.errors import TraceError, message
 
@@ -69,6 +69,11 @@ def is_tracer(x: Any) -> bool:
     return isinstance(x, jax.core.Tracer)
 
 
+def is_forward_tracer(x: Any) -> bool:
+    """Whether `x` is a tracer of `jax.jvp`."""
+    return type(x).__name__ == "JVPTracer"
+
+
 def under_jit() -> bool:
     """Whether a function is being traced to a jaxpr now, so that nothing runs eagerly."""
     return jex_core.unsafe_am_i_under_a_jit_DO_NOT_USE()
@@ -102,29 +107,13 @@ def bind(jaxpr: ClosedJaxpr, args: Sequence[Any], name: BoundName) -> list[Any]:
                 ),
             )
         )
-    return _bind(jaxpr, args, name, UNSPECIFIED)
-
-
-def bind_retyping(x: Any, name: BoundName) -> Any:
-    """Binds an identity whose result has a type without mesh; `name.runner` makes it true.
-
-    The result is never taken for the argument, as that of another identity is: JAX forwards only
-    results without a wanted sharding. (The sharding itself means nothing.)
-    """
-    aval = jax.typeof(x)
-    identity = jax.jit(lambda x: x).trace(jax.ShapeDtypeStruct(aval.shape, aval.dtype)).jaxpr
-    mesh = Mesh(np.array(jax.devices()[:1]), ("x",))
-    return _bind(identity, [x], name, NamedSharding(mesh, PartitionSpec()))[0]
-
-
-def _bind(jaxpr: ClosedJaxpr, args: Sequence[Any], name: BoundName, wanted: Any) -> list[Any]:
     install()
     num_inputs, num_results = len(args), len(jaxpr.out_avals)
     return jit_p.bind(
         *args,
         jaxpr=jaxpr,
         in_shardings=(UNSPECIFIED,) * num_inputs,
-        out_shardings=(wanted,) * num_results,
+        out_shardings=(UNSPECIFIED,) * num_results,
         in_layouts=(None,) * num_inputs,
         out_layouts=(None,) * num_results,
         donated_invars=(False,) * num_inputs,

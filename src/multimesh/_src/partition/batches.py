@@ -5,7 +5,7 @@
     loop i < 4: x = slice a i ; ...                  loop i < 4: x = slice batch i ; ...
 
 A contiguous slice of a sharded dim lies on few shards; with the microbatch dim in front and the
-size dim sharded, every slice is spread over all of them (DESIGN R10). Host arrays arrive in this
+size dim sharded, every slice is spread over all of them (R10). Host arrays arrive in this
 form at no cost. An argument that is also read in another way stays as it is.
 """
 

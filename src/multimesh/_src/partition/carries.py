@@ -6,7 +6,7 @@
     mean' = f(mean, x(i))        state: iteration i needs iteration i - 1
 
 A loop is a microbatch loop, free to be reordered by a schedule, when every carry is of the first
-three kinds or is a state that one forward stage alone reads and writes (DESIGN R11).
+three kinds or is a state that one forward stage alone reads and writes (R11).
 """
 
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Resolves the sharding constraints in a task's body to axes of its submesh (DESIGN R6)."""
+"""Resolves the sharding constraints in a task's body to axes of its submesh (R6)."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -39,14 +39,14 @@ def signature(jaxpr: Any) -> Hashable:
 
     def atom(operand: Any) -> Hashable:
         if jaxprs.is_literal(operand):
-            return ("literal", _hashable(operand.val), _type(operand.aval))
+            return ("literal", hashable(operand.val), _type(operand.aval))
         return name(operand)
 
     inputs = tuple((name(var), _type(var.aval)) for var in (*opened.constvars, *opened.invars))
     equations = tuple(
         (
             eqn.primitive,
-            tuple((key, _hashable(value)) for key, value in sorted(eqn.params.items())),
+            tuple((key, hashable(value)) for key, value in sorted(eqn.params.items())),
             tuple(atom(operand) for operand in eqn.invars),
             tuple((name(var), _type(var.aval)) for var in eqn.outvars),
         )
@@ -60,12 +60,12 @@ def _type(aval: Any) -> Hashable:
     return (aval.shape, aval.dtype, aval.weak_type) if hasattr(aval, "shape") else aval
 
 
-def _hashable(value: Any) -> Hashable:
+def hashable(value: Any) -> Hashable:
     """A value that equal params share; objects without a hash count by identity."""
     if jaxprs.is_jaxpr(value):
         return signature(value)
     if isinstance(value, (tuple, list)):
-        return (type(value), tuple(map(_hashable, value)))
+        return (type(value), tuple(map(hashable, value)))
     if hasattr(value, "tobytes") and hasattr(value, "dtype"):
         return (str(value.dtype), value.shape, value.tobytes())
     if isinstance(value, float):

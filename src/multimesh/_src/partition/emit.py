@@ -102,6 +102,8 @@ class Emitter:
             return self._constant(key, np.int32(item.value), place, f"index {item.value}")
         if isinstance(item, Lit):
             value = np.asarray(item.value, item.aval.dtype)
+            if item.aval.weak_type:
+                value = value.item()  # JAX gives weak types to Python scalars alone
             return self._constant(key, value, place, "literal")
         if item.var in self.program.constants:
             return self._constant(key, self.program.constants[item.var], place, "constant")
@@ -183,7 +185,8 @@ class Emitter:
 def _key(item: Item) -> Any:
     if isinstance(item, Lit):
         value = np.asarray(item.value)
-        return ("literal", value.tobytes(), str(item.aval.dtype), item.aval.shape)
+        aval = item.aval
+        return ("literal", value.tobytes(), str(aval.dtype), aval.weak_type, aval.shape)
     return item
 
 

@@ -4,8 +4,8 @@
     return acc'                                           bwd(x, acc'0, 1) -> acc'1  ; acc'1
 
 An *instance* is one value of a variable: variables made inside loops have one per iteration. What a
-loop carries is resolved to the instance that it stands for at that moment, so that accumulators
-chain in the order in which their tasks run.
+loop carries is resolved to the instance that it stands for at that moment: accumulators chain in the
+order in which their tasks run, all else goes from iteration to iteration.
 """
 
 from collections.abc import Callable, Mapping
@@ -102,26 +102,44 @@ class _Walk:
     def _scheduled(
         self, loop: LoopNode, runs: Runs, iterations: tuple[int, ...]
     ) -> dict[Var, Item]:
-        carried: dict[Var, list[Carry]] = {}
-        for carry in loop.carries:
-            if not isinstance(carry.next, Lit):
-                carried.setdefault(carry.next, []).append(carry)
+        inits = {carry.inside: self.current[carry.inside] for carry in loop.carries}
+        chained = {carry.next: carry.inside for carry in loop.carries if _is_chained(carry, loop)}
+        by_inside = {carry.inside: carry for carry in loop.carries}
+        others = tuple(carry for carry in loop.carries if carry.next not in chained)
+
+        def value(carry: Carry, iteration: int) -> Item:
+            """What is carried into an iteration, whenever that runs."""
+            while iteration > 0:
+                iteration -= 1
+                if carry.next == loop.loop_index:
+                    return LoopIndex(iteration)
+                if isinstance(carry.next, Lit) or carry.next not in by_inside:
+                    return self.look(carry.next, (*iterations, iteration))
+                carry = by_inside[carry.next]
+            return inits[carry.inside]
+
         for task, iteration in runs:
             self.current[loop.loop_index] = LoopIndex(iteration)
+            for carry in others:
+                if carry.inside in task.inputs:
+                    self.current[carry.inside] = value(carry, iteration)
             inner = (*iterations, iteration)
             self.run(task, inner)
-            for var in task.outputs:
-                for carry in carried.get(var, ()):
-                    self.current[carry.inside] = Instance(var, inner)
-        last = (*iterations, loop.length - 1)
-        made = {var for task, _ in runs for var in task.outputs}
-        read = {var for task, _ in runs for var in task.inputs}
-        return {
-            carry.inside: self.current[carry.inside]
-            if carry.next in made and carry.inside in read
-            else self.look(carry.next, last)
-            for carry in loop.carries
-        }
+            made = (var for var in task.outputs if var in chained)
+            self.current.update({chained[var]: Instance(var, inner) for var in made})
+        ends = {carry.inside: value(carry, loop.length) for carry in others}
+        return {carry.inside: self.current[carry.inside] for carry in loop.carries} | ends
+
+
+def _is_chained(carry: Carry, loop: LoopNode) -> bool:
+    """Whether only the task that makes the next value reads the carried one: any order will do."""
+    tasks = [task for task in loop.tasks if isinstance(task, TaskNode)]
+    readers = [task.index for task in tasks if carry.inside in task.inputs]
+    writers = [task.index for task in tasks if carry.next in task.outputs]
+    passed_on = sum(carry.next == other.next for other in loop.carries) > 1 or any(
+        carry.inside == other.next for other in loop.carries
+    )
+    return readers == writers and bool(writers) and not passed_on
 
 
 def walk(

@@ -24,21 +24,25 @@ def placed_arguments(flat: FlatProgram, traced: TracedFunction, seeds: Seeds) ->
     """Arguments that lie on a submesh; those on the global mesh only give a layout."""
     placed: dict[Var, int] = {}
     for var, argument in zip(flat.arguments, traced.arguments, strict=True):
-        sharding = argument.placement
-        if not isinstance(sharding, NamedSharding) or is_global(sharding.mesh, traced):
-            continue
-        placed[var] = seeds.number(sharding.mesh, _label(sharding.mesh))
+        mesh = _submesh_of(argument.placement, traced)
+        if mesh is not None:
+            placed[var] = seeds.number(mesh, _label(mesh))
     return placed
 
 
 def wanted_submeshes(traced: TracedFunction, seeds: Seeds) -> dict[int, int]:
     """Submesh of each result, by position, that `out_shardings` puts on one."""
+    meshes = (_submesh_of(result.sharding, traced) for result in traced.results)
     return {
-        position: seeds.number(result.sharding.mesh, _label(result.sharding.mesh))
-        for position, result in enumerate(traced.results)
-        if isinstance(result.sharding, NamedSharding)
-        and not is_global(result.sharding.mesh, traced)
+        position: seeds.number(mesh, _label(mesh))
+        for position, mesh in enumerate(meshes)
+        if mesh is not None
     }
+
+
+def _submesh_of(sharding: Any, traced: TracedFunction) -> Mesh | None:
+    mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
+    return mesh if isinstance(mesh, Mesh) and not is_global(mesh, traced) else None
 
 
 def default_submesh(traced: TracedFunction, seeds: Seeds) -> int:

@@ -1,4 +1,4 @@
-"""Decides where arguments, constants and results live (DESIGN R7, R8).
+"""Decides where arguments, constants and results live (R7, R8).
 
     embed(table) on stage=0, logits(table) on stage=1, 8 microbatches   ->   table: stage=0
     step: i32[]                                                         ->   everywhere

@@ -6,7 +6,7 @@
                                                             x = slice xs i ; ... ; ys = write ys i
 
 Inner jits and custom derivatives are always inlined. A remat region is cut when it touches several
-submeshes (DESIGN R20), and so is a scan (R11); otherwise both stay one equation.
+submeshes (R20), and so is a scan (R11); otherwise both stay one equation.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,7 +28,7 @@ from multimesh._src.partition.seeds import Seeds
 _CALLS = frozenset(
     ("jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "remat_call")
 )
-_REMAT = frozenset(("checkpoint", "remat", "remat2"))
+REMAT = frozenset(("checkpoint", "remat", "remat2"))
 
 
 def inline(traced: TracedFunction, seeds: Seeds) -> FlatProgram:
@@ -110,9 +110,10 @@ class Builder:
 
     def _inline_equation(self, eqn: Any, inputs: list[Operand], scope: Scope) -> Sequence[Operand]:
         name = eqn.primitive.name
-        if name in _CALLS or (name in _REMAT and self.seeds.num_submeshes_inside(eqn, scope) > 1):
+        if name in _CALLS or (name in REMAT and self.seeds.num_submeshes_inside(eqn, scope) > 1):
             return self._inline_call(eqn, inputs, scope)
-        if name == "scan" and self.seeds.num_submeshes_inside(eqn, scope) > 1:
+        runs = name == "scan" and eqn.params["length"] > 0  # an empty stack has no slices
+        if runs and self.seeds.num_submeshes_inside(eqn, scope) > 1:
             return self._inline_scan(eqn, inputs, scope)
         outputs = tuple(self.new(var.aval) for var in eqn.outvars)
         self.steps.append(Equation(self.serial(), eqn, tuple(inputs), outputs, scope))
@@ -134,14 +135,17 @@ class Builder:
     ) -> list[Operand]:
         """Appends the equations of a small JAX function of `inputs`."""
         avals = [self.aval(operand) for operand in inputs]
-        structs = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
+        structs = [
+            jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
+            for aval in avals
+        ]
         return self.inline_closed(jax.make_jaxpr(function)(*structs), inputs, scope)
 
     def aval(self, operand: Operand) -> Any:
         """The type of an operand."""
         return operand.aval if isinstance(operand, Lit) else self.avals[operand]
 
-    def _inline_scan(self, eqn: Any, inputs: list[Operand], scope: Scope) -> list[Operand]:
+    def _inline_scan(self, eqn: Any, inputs: list[Operand], scope: Scope) -> Sequence[Operand]:
         # (consts, init, xs) -> (carry, ys), with xs sliced and ys written inside the body
         parts = jaxprs.scan_parts(eqn)
         length, split = parts.length, parts.num_consts + parts.num_carry

@@ -119,9 +119,9 @@ def _extract_counters(loop: Loop, builder: Builder, renamed: dict[Var, Operand])
     }
     reads, builder.steps = tuple(builder.steps), outer
     rest = tuple(carry for carry in loop.carries if carry not in carries)
-    (loop,) = substitute((replace(loop, carries=rest),), slices)
-    assert isinstance(loop, Loop)
-    return replace(loop, body=(*reads, *loop.body))
+    (sliced,) = substitute((replace(loop, carries=rest),), slices)
+    assert isinstance(sliced, Loop)
+    return replace(sliced, body=(*reads, *sliced.body))
 
 
 def _counter_chain(
@@ -132,6 +132,7 @@ def _counter_chain(
     candidates = {
         carry.inside: carry for carry in loop.carries if _is_small(builder.aval(carry.inside))
     }
+    slices: dict[Var, list[Equation] | None] = {}
     while candidates:
         slices = {
             inside: _chain_of(carry.next, loop, made_by, set(candidates), builder)

@@ -2,13 +2,13 @@
 
 A microbatch loop runs in the order of its schedule, which is made for the loop's own stage graph,
 checked against it and simulated: what starts earlier is enqueued earlier, ties go to the lower
-rank (DESIGN P6). Any other loop runs iteration by iteration.
+rank (P6). Any other loop runs iteration by iteration.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from multimesh._src.errors import ScheduleError
 from multimesh._src.frontend.markers import microbatch_marker
 from multimesh._src.ir.program import TaskNode
 from multimesh._src.partition.stages import Pipeline
@@ -16,6 +16,7 @@ from multimesh._src.schedule.actions import Kind, TaskRun, actions_of
 from multimesh._src.schedule.check import check
 from multimesh._src.schedule.graph import Node, Part
 from multimesh._src.schedule.make import make_schedule
+from multimesh._src.schedule.schedule import Schedule
 from multimesh._src.schedule.simulate import Simulation, simulate
 
 
@@ -29,6 +30,15 @@ def wanted_schedule(marker: str, default: Any) -> Any:
     return default if found.schedule is None else found.schedule
 
 
+def runs_halves(pipeline: Pipeline, num_microbatches: int, spec: Any) -> bool:
+    """Whether the schedule runs the two halves of a backward apart (or a task asks for it)."""
+    if any(any(task.suffixes) for task in pipeline.tasks):
+        return True
+    if spec == "auto":
+        return False
+    return Kind.W in _make(pipeline, num_microbatches, spec, whole=True).kinds
+
+
 def schedule_loop(pipeline: Pipeline, num_microbatches: int, spec: Any) -> Simulation:
     """Makes, checks and simulates the schedule of a microbatch loop.
 
@@ -40,21 +50,25 @@ def schedule_loop(pipeline: Pipeline, num_microbatches: int, spec: Any) -> Simul
     Raises:
         ScheduleError: No such schedule, or it does not fit the program.
     """
+    schedule = _make(pipeline, num_microbatches, spec)
+    check(schedule, pipeline.graph, num_microbatches)
+    return simulate(schedule, pipeline.graph)
+
+
+def _make(pipeline: Pipeline, num_microbatches: int, spec: Any, *, whole: bool = False) -> Schedule:
+    """Makes the schedule; with `whole`, with all actions that it has on the textbook pipeline."""
     graph = pipeline.graph
-    num_ranks = graph.num_ranks
     kinds = {node.kind for node in graph.nodes if isinstance(node, Part)}
-    schedule = make_schedule(
+    return make_schedule(
         spec,
-        num_ranks=num_ranks,
+        num_ranks=graph.num_ranks,
         num_microbatches=num_microbatches,
-        num_chunks=-(-len(graph.placement) // num_ranks),
+        num_chunks=-(-len(graph.placement) // graph.num_ranks),
         placement=graph.placement,
         forward_only=not kinds - {Kind.F},
         names=task_parts(pipeline),
-        graph=graph,
+        graph=None if whole else graph,
     )
-    check(schedule, graph, num_microbatches)
-    return simulate(schedule, graph)
 
 
 def task_parts(pipeline: Pipeline) -> Mapping[str, Part | None]:
@@ -80,8 +94,9 @@ def scheduled_runs(pipeline: Pipeline, simulation: Simulation) -> tuple[tuple[Ta
             runs += [(task, event.microbatch) for task in tasks_of[names[event.name]]]
             continue
         for action in actions_of(event):
-            part = Part(action.kind, action.stage)
-            runs += [(task, action.microbatch) for task in tasks_of.get(part, ())]
+            for number in pipeline.graph.covers(action.kind, action.stage):
+                tasks = tasks_of[pipeline.graph.nodes[number]]
+                runs += [(task, action.microbatch) for task in tasks]
     _check_all_run(pipeline.tasks, runs, simulation)
     return tuple(runs)
 
@@ -89,9 +104,7 @@ def scheduled_runs(pipeline: Pipeline, simulation: Simulation) -> tuple[tuple[Ta
 def _check_all_run(
     tasks: Sequence[TaskNode], runs: Sequence[tuple[TaskNode, int]], simulation: Simulation
 ) -> None:
-    ran = {task.index for task, _ in runs}
-    missing = [task.name for task in tasks if task.index not in ran]
-    if missing:
-        raise ScheduleError(
-            f"schedule `{simulation.schedule.name}` never runs task `{missing[0]}`."
-        )
+    counts = Counter(task.index for task, _ in runs)
+    length = simulation.schedule.num_microbatches
+    wrong = [task.name for task in tasks if counts[task.index] != length]
+    assert not wrong, f"`{simulation.schedule.name}` does not run `{wrong}` {length} times each"

@@ -1,7 +1,7 @@
 """The passes from a traced function to a plan, in order, on one page."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from multimesh._src.frontend.tracing import TracedFunction
@@ -10,7 +10,9 @@ from multimesh._src.ir.program import LoopNode, Program, all_loops
 from multimesh._src.partition import text
 from multimesh._src.partition.assign.cloned import find_cloned
 from multimesh._src.partition.assign.places import assign_places
+from multimesh._src.partition.assign.saved import use_saved
 from multimesh._src.partition.assign.sums import regroup_sums
+from multimesh._src.partition.backward import Numbers
 from multimesh._src.partition.batches import store_microbatch_major
 from multimesh._src.partition.dedupe import deduplicate
 from multimesh._src.partition.emit import emit
@@ -26,7 +28,12 @@ from multimesh._src.partition.homes import find_homes
 from multimesh._src.partition.inline import inline
 from multimesh._src.partition.layouts import propagate_layouts
 from multimesh._src.partition.loops import simplify_loops
-from multimesh._src.partition.order import schedule_loop, scheduled_runs, wanted_schedule
+from multimesh._src.partition.order import (
+    runs_halves,
+    schedule_loop,
+    scheduled_runs,
+    wanted_schedule,
+)
 from multimesh._src.partition.pipelines import find_pipelines
 from multimesh._src.partition.prune import prune
 from multimesh._src.partition.results import argument_infos, result_places
@@ -93,6 +100,8 @@ def partition(traced: TracedFunction, observe: Observer = _ignore) -> Partitione
     )
     wanted = wanted_submeshes(traced, seeds)
     place = assign_places(flat, cloned, seeded, placed, wanted, default)
+    # Only now is it known which remat regions span submeshes and what crosses inside them.
+    flat = prune(use_saved(flat, place))
     flat, place = regroup_sums(flat, place, seeded, cloned)
     observe("assign", text.print_flat(flat, place))
 
@@ -101,10 +110,27 @@ def partition(traced: TracedFunction, observe: Observer = _ignore) -> Partitione
     submeshes = tuple(seeds.submeshes)
     splitter = Splitter(flat, flow, submeshes, place, match, backward_names(seeds, flat, match))
     steps = splitter.split()
-    steps, pipelines = find_pipelines(steps, flat, place, splitter.stages, submeshes)
+    avals = dict(flat.avals)
+    steps, pipelines = find_pipelines(
+        steps,
+        flat,
+        place,
+        splitter.stages,
+        submeshes,
+        lambda loop, found: runs_halves(
+            found, loop.length, wanted_schedule(loop.marker, traced.schedule)
+        ),
+        Numbers(avals, splitter.num_nodes),
+    )
+    flat = replace(flat, avals=avals)
 
     # Layouts need whole bodies; equal bodies are found after constraints are in axes of submeshes.
     steps = deduplicate(steps)
+    pipelines = {
+        loop.index: replace(pipelines[loop.index], tasks=loop.tasks)
+        for loop in all_loops(steps)
+        if loop.index in pipelines
+    }
     homes = find_homes(
         steps,
         (*flat.arguments, *flat.constants),

@@ -4,12 +4,13 @@ loop i < 8: y = layer0(x[i]) ; z = layer1(y) ; acc' = acc + z       a microbatch
 loop i < 8: x' = layer0(x) ; x'' = layer1(x')                       sequential: x is a state
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from multimesh._src.ir.flat import FlatProgram, Loop, Step, Var
 from multimesh._src.ir.program import LoopNode, ProgramStep, TaskNode
 from multimesh._src.ir.submesh import Submesh
+from multimesh._src.partition.backward import Numbers, split_backward
 from multimesh._src.partition.carries import CarryKind, classify_carries
 from multimesh._src.partition.stages import Pipeline, find_stages
 
@@ -20,8 +21,12 @@ def find_pipelines(
     place: Mapping[int, int],
     given: Mapping[int, int | None],
     submeshes: Sequence[Submesh],
+    splits: Callable[[LoopNode, Pipeline], bool],
+    numbers: Numbers,
 ) -> tuple[tuple[ProgramStep, ...], dict[int, Pipeline]]:
     """Returns the steps with the tasks of microbatch loops staged, and the pipelines by loop.
+
+    Backward tasks are split where the loop's schedule runs their halves apart.
 
     Args:
         steps: Tasks and loops of the program.
@@ -29,6 +34,8 @@ def find_pipelines(
         place: Submesh of each equation, by serial.
         given: `Task.stage` of each task, by index.
         submeshes: All submeshes.
+        splits: Whether the schedule of a loop has W actions.
+        numbers: Where new variables and task numbers come from.
     """
     kinds: dict[Var, CarryKind] = {}
     for loop in _flat_loops(program.steps):
@@ -38,9 +45,17 @@ def find_pipelines(
     def visit(step: ProgramStep) -> ProgramStep:
         if isinstance(step, TaskNode):
             return step
-        pipeline = _pipeline_of(step, kinds, given, submeshes)
+        tasks = [inner for inner in step.tasks if isinstance(inner, TaskNode)]
+        whole = len(tasks) == len(step.tasks)  # no loop inside touches several submeshes itself
+        pipeline = _pipeline_of(step, tasks, kinds, given, submeshes) if whole else None
         if pipeline is None:
             return replace(step, tasks=tuple(map(visit, step.tasks)))
+        if splits(step, pipeline):
+            split = split_backward(pipeline.tasks, numbers)
+            stages = {task.index: task.stage for task in split.tasks if task.stage >= 0}
+            halves = _pipeline_of(step, split.tasks, kinds, stages, submeshes)
+            assert halves is not None
+            pipeline = replace(halves, whole=split.whole)
         pipelines[step.index] = pipeline
         return replace(step, tasks=pipeline.tasks, microbatch=True)
 
@@ -54,19 +69,19 @@ def _flat_loops(steps: tuple[Step, ...]) -> list[Loop]:
 
 def _pipeline_of(
     loop: LoopNode,
+    tasks: Sequence[TaskNode],
     kinds: Mapping[Var, CarryKind],
     given: Mapping[int, int | None],
     submeshes: Sequence[Submesh],
 ) -> Pipeline | None:
-    tasks = [step for step in loop.tasks if isinstance(step, TaskNode)]
-    if len(tasks) != len(loop.tasks):
-        return None  # a loop inside that touches several submeshes itself
     pipeline = find_stages(tasks, given, submeshes)
-    states = [carry for carry in loop.carries if kinds[carry.inside] == "state"]
     ordered: list[tuple[int, int]] = []
-    for carry in states:
+    for carry in loop.carries:
         writers = [task for task in pipeline.tasks if carry.next in task.outputs]
         readers = [task for task in pipeline.tasks if carry.inside in task.inputs]
+        # an accumulation over several tasks has to end before the next may begin
+        if kinds[carry.inside] == "last" or (kinds[carry.inside] != "state" and readers == writers):
+            continue
         stages = {task.stage for task in (*writers, *readers)}
         forward = all(task.kind == "F" and task.stage >= 0 for task in (*writers, *readers))
         if len(writers) != 1 or len(stages) != 1 or not forward:

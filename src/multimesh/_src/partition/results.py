@@ -1,8 +1,8 @@
-"""Where results are wanted, and what the plan says of arguments (DESIGN R8)."""
+"""Where results are wanted, and what the plan says of arguments (R8)."""
 
 from collections.abc import Mapping
 
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from multimesh._src.frontend.tracing import Result, TracedFunction
 from multimesh._src.ir.program import EVERYWHERE, Program
@@ -34,28 +34,27 @@ def result_places(
 def _result_place(
     item: Item, result: Result, program: Program, traced: TracedFunction
 ) -> Place | None:
+    """`out_shardings` beats all, then come the scalars, then what the result succeeds."""
+    wanted = result.sharding if isinstance(result.sharding, NamedSharding) else None
+    mesh = None if wanted is None else wanted.mesh
+    if isinstance(mesh, Mesh) and not is_global(mesh, traced):
+        home = next(
+            s.index for s in program.submeshes if s.mesh.devices.tolist() == mesh.devices.tolist()
+        )
+        return home, wanted.spec if wanted is not None else PartitionSpec()
     if not isinstance(item, Instance) or program.avals[item.var].ndim == 0:
         return EVERYWHERE, PartitionSpec()
-    aval = program.avals[item.var]
+    home = program.home.get(item.var)
+    succeeded: PartitionSpec | None = None
     if result.successor_of is not None:
         argument = program.arguments[result.successor_of]
-        home = program.home.get(argument)
-        if home == EVERYWHERE:
-            return EVERYWHERE, PartitionSpec()
-        if home is not None and (argument, home) in program.specs:
-            return home, program.specs[argument, home]
-    home = program.home.get(item.var)
+        home = program.home.get(argument, home)
+        succeeded = program.specs.get((argument, home)) if home is not None else None
+    if home == EVERYWHERE and result.successor_of is not None:
+        return EVERYWHERE, PartitionSpec()
     if home is None or home == EVERYWHERE:
         return None
-    if isinstance(result.sharding, NamedSharding):
-        submesh = program.submeshes[home]
-        if not is_global(result.sharding.mesh, traced):
-            submesh = next(
-                s
-                for s in program.submeshes
-                if list(s.mesh.devices.flat) == list(result.sharding.mesh.devices.flat)
-                and s.mesh.axis_names == result.sharding.mesh.axis_names
-            )
-        sizes = dict(submesh.mesh.shape)
-        return submesh.index, fit_spec(result.sharding.spec, aval.shape, sizes)
-    return None
+    if wanted is not None:
+        sizes = dict(program.submeshes[home].mesh.shape)
+        return home, fit_spec(wanted.spec, program.avals[item.var].shape, sizes)
+    return None if succeeded is None else (home, succeeded)

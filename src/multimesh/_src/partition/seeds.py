@@ -1,10 +1,10 @@
-"""Seeds: which equations are given a submesh, and by what.
+r"""Seeds: which equations are given a submesh, and by what.
 
-    with named_scope("layer0"):  y = x @ w      # the scope matches `layer\\d+`: seed of `stage=0`
+    with named_scope("layer0"):  y = x @ w      # the scope matches `layer\d+`: seed of `stage=0`
     z = y * 2                                   # no match: no seed, placed by `assign`
 
 A scope inside an explicit `task(...)` belongs to that task; otherwise the registered matchers
-decide (DESIGN R2). Equations that hold other jaxprs (a scan or a remat region that stays whole)
+decide (R2). Equations that hold other jaxprs (a scan or a remat region that stays whole)
 take the seed of what is inside them when their own scope says nothing.
 """
 

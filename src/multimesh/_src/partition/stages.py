@@ -1,4 +1,4 @@
-"""Stages, ranks and actions of a microbatch loop (DESIGN S1 to S6).
+"""Stages, ranks and actions of a microbatch loop (S1 to S6).
 
     layer0_fwd  stage=0   ->  stage 0, rank 0, action 0F
     layer1_fwd  stage=1   ->  stage 1, rank 1, action 1F
@@ -27,13 +27,15 @@ class Pipeline:
     """The pipeline of one microbatch loop.
 
     `tasks` carry their stages; `node_of` gives the schedule node of each task by its index;
-    `ranks` the submesh of each rank.
+    `ranks` the submesh of each rank; `whole` names the backward tasks that could not be split
+    although the schedule wants it.
     """
 
     tasks: tuple[TaskNode, ...]
     ranks: tuple[int, ...]
     node_of: Mapping[int, Node]
     graph: StageGraph
+    whole: tuple[str, ...] = ()
 
 
 def find_stages(
@@ -194,7 +196,7 @@ def _backward_stages(
         on_submesh.setdefault(by_index[index].submesh, []).append(stage)
     found: dict[int, int] = {}
     for task in tasks:
-        if task.kind != "BW" or task.submesh not in on_submesh:
+        if task.kind not in ("BW", "B", "W") or task.submesh not in on_submesh:
             continue
         stages = on_submesh[task.submesh]
         stage = given.get(task.index)

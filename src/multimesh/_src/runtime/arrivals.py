@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 from jax.experimental.layout import Format, Layout
 from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 
@@ -73,7 +74,7 @@ class Arrivals:
 
 def in_row_major(value: jax.Array) -> jax.Array:
     """Returns an array whose dims lie in memory in row order, as programs take them."""
-    layout = value.format.layout
+    layout = value.format.layout  # pyright: ignore[reportAttributeAccessIssue]
     in_order = tuple(range(value.ndim))
     if layout is None or tuple(layout.major_to_minor) == in_order:
         return value
@@ -85,8 +86,8 @@ def on_one_device(value: jax.Array) -> bool:
     return not value.committed or isinstance(value.sharding, SingleDeviceSharding)
 
 
-def devices_of(sharding: Sharding) -> tuple[jax.Device, ...]:
+def devices_of(sharding: Sharding) -> tuple[Any, ...]:
     """Returns the devices in the order of the sharding."""
     if isinstance(sharding, NamedSharding):
-        return tuple(sharding.mesh.devices.flat)
+        return tuple(np.asarray(sharding.mesh.devices).flat)
     return tuple(sharding.device_set) if len(sharding.device_set) == 1 else ()

@@ -23,7 +23,7 @@ buffer with a constant, an undonated argument or another result. An argument tha
 as it is stays the caller's own array.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -142,9 +142,9 @@ def _sharing_slots(plan: Plan, shared: Sharing) -> Iterator[tuple[Slot, Slot]]:
 
 
 def _overlaps(plan: Plan, step: Copy) -> tuple[bool, ...]:
-    devices = [info.sharding.device_set for info in plan.slots]
+    devices = lambda slot: plan.slots[slot].sharding.device_set  # noqa: E731
     return tuple(
-        not devices[source].isdisjoint(devices[target])
+        not devices(source).isdisjoint(devices(target))
         for source, target in zip(step.sources, step.targets, strict=True)
     )
 
@@ -181,8 +181,9 @@ def _allowed_donations(plan: Plan, lives: _Lives) -> Allowed:
     for index, run in runs_of(plan):
         num_runs[run.executable] += 1
         groups = [lives.group[slot] for slot in run.inputs]
+        uses = Counter(groups)
         for argument, group in enumerate(groups):
-            dies = lives.group_last[group] == index and groups.count(group) == 1
+            dies = lives.group_last[group] == index and uses[group] == 1
             if dies and group not in lives.foreign:
                 steps[run.executable, argument].add(index)
     return {
@@ -206,7 +207,7 @@ class _Rewriter:
         """Returns a run that copies `slot` into a new slot."""
         info = self.slots[slot]
         self.slots.append(replace(info, label=f"copy of {info.label}"))
-        key = (info.aval.shape, info.aval.dtype, info.sharding)
+        key = (info.aval.shape, info.aval.dtype, info.aval.weak_type, info.sharding)
         if key not in self._copiers:
             self._copiers[key] = len(self.executables)
             self.executables.append(_copier(info.aval, info.sharding))
@@ -224,7 +225,8 @@ class _Rewriter:
 
 def _copier(aval: Any, sharding: Any) -> Executable:
     with no_ambient_mesh():
-        body = jax.make_jaxpr(jax.numpy.copy)(jax.ShapeDtypeStruct(aval.shape, aval.dtype))
+        abstract = jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
+        body = jax.make_jaxpr(jax.numpy.copy)(abstract)
     submesh = Submesh(-1, "", sharding.mesh)
     return Executable("copy", body, submesh, (sharding.spec,), (sharding.spec,))
 

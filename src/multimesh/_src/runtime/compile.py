@@ -56,12 +56,11 @@ class _Program:
     donations: Pairs
 
     def key(self) -> Any:
-        return (
-            id(self.executable.body), self.in_shardings, self.out_shardings, self.donations
-        )  # fmt: skip
+        body = id(self.executable.body)
+        return (body, self.in_shardings, self.out_shardings, self.donations)
 
     def order(self) -> tuple[int, ...]:
-        taking = tuple(result for _, result in self.donations)
+        taking = dict.fromkeys(result for _, result in self.donations)
         others = (k for k in range(len(self.out_shardings)) if k not in taking)
         return (*taking, *others)
 
@@ -80,6 +79,13 @@ def compile_executables(buffered: BufferedPlan) -> tuple[CompiledExecutable | No
     counters.compiles += len(compiled)
     made = {key: _finish(distinct[key], compiled[key]) for key in distinct}
     return tuple(None if program is None else made[program.key()] for program in programs)
+
+
+def stablehlo(buffered: BufferedPlan) -> tuple[tuple[str, str], ...]:
+    """Returns name and StableHLO of every distinct executable that some step runs."""
+    programs = {p.key(): p for p in _programs(buffered) if p is not None}
+    with shardy_enabled(), no_ambient_mesh():
+        return tuple((p.executable.name, _lower(p).as_text()) for p in programs.values())
 
 
 def _programs(buffered: BufferedPlan) -> list[_Program | None]:

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from jax.sharding import Sharding
 
-from multimesh._src.ir.plan import Copy, Plan, Run
+from multimesh._src.ir.plan import Copy, Plan
 from multimesh._src.runtime.buffers import BufferedPlan, plan_buffers
 from multimesh._src.runtime.compile import CompiledExecutable, compile_executables
 from multimesh._src.runtime.donation import runs_of
@@ -78,9 +78,14 @@ class CompiledPlan:
         self._template = _constants(buffered.plan)
         calls, orders = [], []
         for step in buffered.plan.steps:
-            executable = executables[step.executable] if isinstance(step, Run) else None
-            calls.append(copies[step].run if executable is None else executable.call)
-            orders.append(None if executable is None else executable.order)
+            if isinstance(step, Copy):
+                calls.append(copies[step].run)
+                orders.append(None)
+            else:
+                executable = executables[step.executable]
+                assert executable is not None, step  # all that are run are compiled
+                calls.append(executable.call)
+                orders.append(executable.order)
         self._steps = prepare_steps(buffered, calls, orders)
         self._checked_steps: tuple[PreparedStep, ...] = ()
         self._prepare_checked = lambda: prepare_steps(buffered, _checked(buffered, calls), orders)

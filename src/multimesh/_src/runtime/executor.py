@@ -104,7 +104,11 @@ def checked(call: Call, name: str) -> Call:
 
 def needs_checks() -> bool:
     """Whether the user wants every task checked for NaNs or infinities."""
-    return jax.config.jax_debug_nans or jax.config.jax_debug_infs
+    return _wants("jax_debug_nans") or _wants("jax_debug_infs")
+
+
+def _wants(flag: str) -> bool:
+    return getattr(jax.config, flag)  # the values of this thread
 
 
 def _check_finite(result: jax.Array, number: int, name: str) -> None:
@@ -112,9 +116,9 @@ def _check_finite(result: jax.Array, number: int, name: str) -> None:
         return
     for shard in result.addressable_shards:
         data = np.asarray(shard.data)
-        if jax.config.jax_debug_nans and np.isnan(data).any():
+        if _wants("jax_debug_nans") and np.isnan(data).any():
             found = "NaN"
-        elif jax.config.jax_debug_infs and np.isinf(data).any():
+        elif _wants("jax_debug_infs") and np.isinf(data).any():
             found = "infinity"
         else:
             continue

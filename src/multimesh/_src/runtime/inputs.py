@@ -126,6 +126,8 @@ class Inputs:
         entry = place.entry
         array = value.stored if isinstance(value, MicrobatchedArray) else value
         if not isinstance(array, jax.Array):
+            if type(value) in (int, float, complex):
+                return value  # JAX gives weak types to Python scalars alone
             array = np.asarray(value, dtype=place.info.aval.dtype)
             if not entry.microbatches:
                 return array

@@ -51,7 +51,7 @@ class CopyItem:
     """One value to copy: its type (shape, dtype, weak type), where it lies and where it goes."""
 
     aval: Any
-    source: NamedSharding
+    source: Sharding
     target: NamedSharding
 
 

@@ -130,12 +130,12 @@ class _Lister:
                 self.must_follow(job, other)
 
     def run(self) -> tuple[Row, ...]:
-        touched = self.release(0, [job for job, count in enumerate(self.waits) if count == 0])
-        self.start(0, touched)
+        first = [job for job, count in enumerate(self.waits) if count == 0]
+        self.start(0, self.release(0, first))
         while self.running:
             now = self.running[0][0]
             released: list[int] = []
-            touched = set()
+            touched: set[int] = set()
             while self.running and self.running[0][0] == now:
                 job = heappop(self.running)[1]
                 if job < len(self.actions):
@@ -149,9 +149,12 @@ class _Lister:
 
     def finish(self, job: int) -> list[int]:
         """The jobs that waited for this one last."""
+        freed: list[int] = []
         for user in self.users[job]:
             self.waits[user] -= 1
-        return [user for user in self.users[job] if self.waits[user] == 0]
+            if self.waits[user] == 0:
+                freed.append(user)
+        return freed
 
     def release(self, now: int, jobs: list[int]) -> set[int]:
         """Makes jobs ready; returns the ranks that got some."""

@@ -83,19 +83,18 @@ def rule_of(spec: str | AbstractRule | Sequence[RowLike] | None, request: Reques
     Raises:
         ScheduleError: There is no schedule of this name, or the spec is none.
     """
-    match spec:
-        case None:
-            return _default(request)
-        case "auto":
-            return Auto()
-        case str() if spec in BY_NAME:
+    if spec is None:
+        return _default(request)
+    if spec == "auto":
+        return Auto()
+    if isinstance(spec, str):
+        if spec in BY_NAME:
             return BY_NAME[spec]
-        case str() if "\n" in spec or any(map(is_entry, spec.split())):
+        if "\n" in spec or any(map(is_entry, spec.split())):
             return custom(spec)
-        case str():
-            raise _unknown(f"There is no schedule `{spec}`.")
-        case Sequence():
-            return custom(spec)
+        raise _unknown(f"There is no schedule `{spec}`.")
+    if isinstance(spec, Sequence):
+        return custom(spec)
     if not hasattr(spec, "make"):
         raise _unknown(f"`{spec!r}` of type `{type(spec).__name__}` is no schedule.")
     return spec

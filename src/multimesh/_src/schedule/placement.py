@@ -27,13 +27,12 @@ def placement_named(name: str, num_ranks: int, num_chunks: int) -> Placement:
     Raises:
         ScheduleError: There is no such placement, or V with another number of chunks than two.
     """
-    match name.lower():
-        case "loop":
-            return looped(num_ranks, num_chunks)
-        case "v" if num_chunks == 2:
-            return v_shaped(num_ranks)
-        case "v":
+    if name.lower() == "loop":
+        return looped(num_ranks, num_chunks)
+    if name.lower() == "v":
+        if num_chunks != 2:
             raise ScheduleError(f"The V placement has `2` stages a rank, not `{num_chunks}`.")
+        return v_shaped(num_ranks)
     ways = ['say `placement="loop"`, `placement="v"` or give the rank of every stage']
     raise ScheduleError(message(f"There is no placement `{name}`.", ways=ways))
 

@@ -48,7 +48,7 @@ class Request:
     num_chunks: int = 0
     placement: Placement = ()
     forward_only: bool = False
-    names: Mapping[str, Part | None] = field(default_factory=dict)
+    names: Mapping[str, Part | None] = field(default_factory=dict[str, Part | None])
     graphs: tuple[StageGraph, ...] = ()
 
     @property

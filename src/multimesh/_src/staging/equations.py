@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 from jax.extend.core import ClosedJaxpr
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
 from multimesh._src.frontend.arguments import Statics
 from multimesh._src.frontend.contexts import ActiveContexts
@@ -27,11 +27,12 @@ from multimesh._src.frontend.tracing import (
     plain_aval,
     trace_plainly,
     traced_function,
+    without_mesh,
 )
 from multimesh._src.frontend.wanted import Wanted
 from multimesh._src.ir.scope import Scope
 from multimesh._src.ir.submesh import auto_mesh
-from multimesh._src.jax_compat import avals, jaxprs, jit_hook
+from multimesh._src.jax_compat import avals, jit_hook
 from multimesh._src.partition.pipeline import partition
 from multimesh._src.runtime.compiled_plan import compile_plan
 from multimesh._src.runtime.counters import counters
@@ -129,7 +130,7 @@ class EquationRunner:
             for i, leaf in enumerate(leaves)
         )
         results = tuple(
-            Result(name, aval, None, None)
+            Result(name, without_mesh(aval), None, None)
             for name, aval in zip(names, jaxpr.out_avals, strict=True)
         )
         traced = traced_function(plain, ambient, arguments, results, surroundings)
@@ -143,47 +144,34 @@ class EquationRunner:
         return Variant(compiled.call, None, takes, False)
 
 
-class _Retyper:
-    """Runs one identity of `jit_hook.bind_retyping`, and whatever autodiff makes of it.
-
-    Forward, an array on an Explicit mesh goes to the Auto mesh; a cotangent, which comes from
-    there, goes back to the mesh and layout of the array, as autodiff demands.
-    """
-
-    def __init__(self) -> None:
-        self._sharding: NamedSharding | None = None
-
-    def run_equation(
-        self, jaxpr: ClosedJaxpr, args: Sequence[Any], donated: tuple[bool, ...]
-    ) -> Sequence[Any]:
-        """Evaluates an identity and changes the meshes of its results."""
-        return [self._retyped(result) for result in jaxprs.evaluate(jaxpr, *args)]
-
-    def _retyped(self, array: Any) -> Any:
-        if avals.is_explicit(jax.typeof(array)):
-            self._sharding = array.sharding
-            return _on_auto_meshes([array])[0]
-        if self._sharding is None:
-            return array
-        spec = self._sharding.spec
-        batch = (None,) * (array.ndim - len(spec)) if array.ndim > len(spec) else ()
-        return jax.device_put(
-            array, NamedSharding(self._sharding.mesh, PartitionSpec(*batch, *spec))
-        )
-
-
 def plainly_typed(values: Sequence[Any]) -> list[Any]:
-    """Returns values whose types name no mesh: autodiff cannot mix types of several meshes (R17).
+    """Returns values whose types name no mesh: reverse mode cannot mix types of several meshes.
 
     Arrays on Explicit meshes, also those inside tracers, go to the same devices and layout on a
-    mesh with Auto axes.
+    mesh with Auto axes, and their cotangents back (R17). Forward mode and batching need no help.
     """
     return [
-        jit_hook.bind_retyping(value, jit_hook.BoundName("retype", _Retyper()))
-        if avals.is_explicit(jax.typeof(value))
+        _without_mesh(value)
+        if avals.is_explicit(jax.typeof(value)) and not jit_hook.is_forward_tracer(value)
         else value
         for value in values
     ]
+
+
+@jax.custom_vjp
+def _without_mesh(x: Any) -> Any:
+    return x if jit_hook.is_tracer(x) else _on_auto_meshes([x])[0]
+
+
+def _without_mesh_forward(x: Any) -> tuple[Any, Any]:
+    return _without_mesh(x), x
+
+
+def _without_mesh_backward(x: Any, cotangent: Any) -> tuple[Any]:
+    return (cotangent if jit_hook.is_tracer(x) else jax.device_put(cotangent, x.sharding),)
+
+
+_without_mesh.defvjp(_without_mesh_forward, _without_mesh_backward)
 
 
 def _on_auto_meshes(arrays: Sequence[Any]) -> list[Any]:

@@ -12,7 +12,7 @@ from multimesh._src.frontend import arguments as arguments_lib
 from multimesh._src.frontend.arguments import ArgumentSpec, Statics
 from multimesh._src.frontend.contexts import ActiveContexts
 from multimesh._src.frontend.tracing import TracedFunction, trace
-from multimesh._src.partition.pipeline import partition
+from multimesh._src.report.dump import partition_and_dump
 from multimesh._src.runtime.counters import counters
 from multimesh._src.staging.binding import Binding, registered
 from multimesh._src.staging.initial import cut_by_results, is_cut_by_results
@@ -151,7 +151,7 @@ class Maker:
         if (self.by_results or not found.matched) and is_cut_by_results(traced):
             return Lowered(traced, types, None, lambda: cut_by_results(traced))
         with call.contexts.activate():
-            return Lowered(traced, types, partition(traced), None)
+            return Lowered(traced, types, partition_and_dump(traced), None)
 
     def _plain_backend(self, types: CallTypes, call: Call) -> PlainBackend:
         args, kwargs = call.all_args()

@@ -5,6 +5,7 @@
 They mirror `jax.stages`. What is plain JAX (R15) hides behind the same objects.
 """
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -16,8 +17,10 @@ from jax.sharding import NamedSharding, Sharding
 from multimesh._src.errors import TraceError, message
 from multimesh._src.frontend.arguments import ArgumentSpec, split_statics
 from multimesh._src.frontend.tracing import TracedFunction, plain_aval
-from multimesh._src.ir.plan import Copy, Plan
+from multimesh._src.ir.plan import Plan
 from multimesh._src.partition.pipeline import Partitioned
+from multimesh._src.partition.text import print_program
+from multimesh._src.report.program import ProgramReport, make_report
 from multimesh._src.runtime.compiled_plan import CompiledPlan, compile_plan
 from multimesh._src.staging.matched import findings
 from multimesh._src.staging.variants import user_sharding
@@ -239,7 +242,7 @@ class Traced:
 
 def out_info(traced: TracedFunction) -> Any:
     """Returns shapes and dtypes of the results, as a pytree."""
-    flat = [plain_aval(result.aval) for result in traced.results]
+    flat = [result.aval for result in traced.results]
     return jax.tree.unflatten(traced.out_tree, flat)
 
 
@@ -256,10 +259,12 @@ class Lowered:
         self._traced, self._types = traced, types
         self._partitioned, self._otherwise = partitioned, otherwise
 
-    @property
-    def program(self) -> Any:
-        """The program of tasks; None where it has no tasks."""
-        return None if self._partitioned is None else self._partitioned.program
+    @functools.cached_property
+    def program(self) -> ProgramReport | None:
+        """Tasks, reshards and arguments of the program; None where it has no tasks."""
+        if self._partitioned is None:
+            return None
+        return make_report(self._traced, self._partitioned)
 
     @property
     def schedule(self) -> Any:
@@ -286,13 +291,13 @@ class Lowered:
         """The program of tasks; without tasks the jaxpr."""
         if self._partitioned is None:
             return str(self._traced.jaxpr)
-        return explain(self._partitioned)
+        return print_program(self._partitioned.program)
 
-    def explain(self) -> str:
-        """A table of tasks and reshards."""
-        if self._partitioned is None:
+    def explain(self) -> ProgramReport | str:
+        """What became of the function, to be printed: `rich.print` shows it as tables."""
+        if self.program is None:
             return f"`{self._traced.name}` has no tasks: no scope of it matched a matcher."
-        return explain(self._partitioned)
+        return self.program
 
     def compile(self) -> "Compiled":
         """Compiles all tasks."""
@@ -336,8 +341,8 @@ class Compiled:
         return self._lowered.out_info
 
     @property
-    def program(self) -> Any:
-        """The program of tasks; None where it has no tasks."""
+    def program(self) -> ProgramReport | None:
+        """Tasks, reshards and arguments of the program; None where it has no tasks."""
         return self._lowered.program
 
     @property
@@ -359,8 +364,8 @@ class Compiled:
         """The compiled programs of all tasks as text."""
         return self._backend.text()
 
-    def explain(self) -> str:
-        """A table of tasks and reshards."""
+    def explain(self) -> ProgramReport | str:
+        """What became of the function, to be printed: `rich.print` shows it as tables."""
         return self._lowered.explain()
 
     def cost_analysis(self) -> Any:
@@ -370,37 +375,3 @@ class Compiled:
     def memory_analysis(self) -> Any:
         """XLA's memory sizes, summed over the distinct programs."""
         return self._backend.memory_analysis()
-
-
-def explain(partitioned: Partitioned) -> str:
-    """Returns a table of the tasks of a program and of the copies between submeshes."""
-    program, plan = partitioned.program, partitioned.plan
-    rows = [("task", "kind", "stage", "submesh", "inputs", "outputs", "equations")]
-    for task in program.tasks:
-        stage = str(task.stage) if task.stage >= 0 else "-"
-        where = program.submeshes[task.submesh].label
-        counts = (len(task.inputs), len(task.outputs), len(task.body.eqns))
-        rows.append((task.name, task.kind, stage, where, *map(str, counts)))
-    edges: dict[str, list[int]] = {}
-    for step in plan.steps:
-        if isinstance(step, Copy):
-            edge = edges.setdefault(step.edge, [0, 0])
-            edge[0] += len(step.targets)
-            edge[1] += sum(_num_bytes(plan.slots[slot].aval) for slot in step.targets)
-    reshards = [("reshard", "values a step", "bytes a step")]
-    reshards += [(edge, str(count), str(size)) for edge, (count, size) in edges.items()]
-    return f"{_table(rows)}\n\n{_table(reshards)}"
-
-
-def _num_bytes(aval: Any) -> int:
-    itemsize = getattr(aval.dtype, "itemsize", 4)
-    return int(itemsize * max(1, aval.size)) if aval.size else 0
-
-
-def _table(rows: Sequence[Sequence[str]]) -> str:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
-    return "\n".join(lines)

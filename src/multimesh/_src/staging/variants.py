@@ -20,7 +20,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from multimesh._src.frontend.tracing import TracedFunction, placement_of
+from multimesh._src.frontend.tracing import TracedFunction, placement_of, plain_aval
 from multimesh._src.ir.plan import Input, Plan
 from multimesh._src.jax_compat import avals
 
@@ -162,7 +162,7 @@ def describe(leaves: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     try:
         return [leaf.aval for leaf in leaves], [leaf.sharding for leaf in leaves]
     except AttributeError:  # host values among them
-        types = [getattr(leaf, "aval", None) or jax.typeof(leaf) for leaf in leaves]
+        types = [getattr(leaf, "aval", None) or plain_aval(leaf) for leaf in leaves]
         return types, [getattr(leaf, "sharding", None) for leaf in leaves]
 
 

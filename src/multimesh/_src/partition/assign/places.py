@@ -6,7 +6,7 @@
     m' = 0.9 m + g        # g is made on stage=1       m' : stage=1
 
 An equation without a seed goes where the fewest bytes cross: its operands count where they are
-made, its result where its seeded users are (DESIGN 5.2). Loop bodies are decided before what is
+made, its result where its seeded users are . Loop bodies are decided before what is
 around them. Arguments and loop constants have a say only when nothing else has, scalars only at
 the very end.
 """

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
+import numpy as np
 from jax import lax
 
 from multimesh._src.ir.flat import (
@@ -177,7 +178,7 @@ def _by_place(terms: list[Operand], context: _Context) -> dict[int, list[Operand
             groups.setdefault(place, []).append(term)
     if loose and groups:
         first = next(iter(groups))
-        groups[first] = [*loose, *groups[first]]
+        groups[first] += loose  # behind: a literal has no shape of its own
     return groups
 
 
@@ -251,7 +252,7 @@ def _split_accumulator(
         return [carry]
     terms.remove(carry.inside)
     groups = _by_place(terms, context)
-    if len(groups) < 2:
+    if not groups or (len(groups) == 1 and carry.inside in root.inputs):
         return [carry]
     gone = {equation.serial for equation in (root, *inner)}
     position = body.index(root)
@@ -262,21 +263,27 @@ def _split_accumulator(
     additions: list[Equation] = []
     for place, group in sorted(groups.items(), key=lambda item: item[0] != here):
         aval = _aval(root, context)
-        inside, result = context.new_var(aval), context.new_var(aval)
+        inside = context.new_var(aval)
+        result = carry.result if len(groups) == 1 else context.new_var(aval)
         init = carry.init if place == here else _zeros(root, place, zeros, context)
-        next_ = _sum(root, [inside, *group], place, additions, context)
+        # one addition to the accumulator: over two tasks it would keep iterations in order
+        added = _sum(root, group, place, additions, context)
+        next_ = _sum(root, [inside, added], place, additions, context)
         context.var_place[result] = place
         carries.append(Carry(init, inside, next_, result))
-    _sum(root, [c.result for c in carries], here, totals, context, output=carry.result)
+    if len(groups) > 1:
+        _sum(root, [c.result for c in carries], here, totals, context, output=carry.result)
     body[position + 1 : position + 1] = additions
     body[:] = [step for step in body if step.serial not in gone]
     return carries
 
 
-def _zeros(like: Equation, place: int, zeros: list[Equation], context: _Context) -> Var:
+def _zeros(like: Equation, place: int, zeros: list[Equation], context: _Context) -> Operand:
     aval = _aval(like, context)
+    if aval.ndim == 0:
+        return Lit(np.zeros((), aval.dtype), aval)
     closed = jax.make_jaxpr(lambda: lax.full(aval.shape, 0, aval.dtype))()
-    (eqn,) = jaxprs.open_jaxpr(closed).eqns
+    eqn: Any = jaxprs.open_jaxpr(closed).eqns[0]
     var = context.new_var(aval)
     inputs = tuple(Lit(atom.val, atom.aval) for atom in eqn.invars)
     equation = Equation(context.serial(), eqn, inputs, (var,), like.scope)

@@ -1,6 +1,6 @@
 """Gives every placed equation its task group.
 
-A seed's group is (task name, transposes, submesh) (DESIGN R4). Any other equation joins, on its
+A seed's group is (task name, transposes, submesh) (R4). Any other equation joins, on its
 submesh and in its phase, the group of its operand that is made last, else that of its first user,
 else the group `main`. Outside loops, what runs after the backward pass (clip, optimizer, metrics)
 is further told apart by how many hops between submeshes still lie ahead of it: a total that other
@@ -25,6 +25,7 @@ class Group:
     backward: bool
     hops: int = 0
     stage: int | None = None
+    suffixes: tuple[str, str] = ("", "")
     pairs: tuple[tuple[str, str], ...] | None = None  # logical axes; None: each mesh axis itself
 
 
@@ -60,6 +61,7 @@ def group_equations(
                 here,
                 phase,
                 stage=match.stage,
+                suffixes=match.task.split_backprop or ("", ""),
                 pairs=match.pairs,
             )
             continue

@@ -112,6 +112,7 @@ class Splitter:
             inputs=inputs,
             outputs=outputs,
             origin=name_stack.source_line(piece.equations[0].eqn),
+            suffixes=group.suffixes,
         )
 
     def _body(

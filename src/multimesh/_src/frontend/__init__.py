@@ -1,0 +1,1 @@
+"""What users write: contexts, tasks, matchers, markers; and tracing, which reads it."""

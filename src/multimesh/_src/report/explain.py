@@ -1,0 +1,164 @@
+"""Shows a `ProgramReport`: plain text for logs and tests, tables for terminals.
+
+`str(staged.explain())` is the text, `rich.print(staged.explain())` the tables.
+"""
+
+import textwrap
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from rich.console import RenderableType
+from rich.text import Text
+
+from multimesh._src.report.tables import Table, amount, merge_rows
+from multimesh._src.schedule.grid import grid
+
+if TYPE_CHECKING:
+    from multimesh._src.report.program import LoopReport, ProgramReport, TaskReport
+
+WIDTH = 100
+MAX_DRAWN_MICROBATCHES = 64
+"""Longer loops are summarised, not drawn."""
+
+
+def as_text(report: "ProgramReport") -> str:
+    """Returns the report as plain text, without trailing blanks."""
+    parts = [summary(report)]
+    parts += [table.as_text() for table in tables(report)]
+    for loop in report.loops:
+        drawn = textwrap.indent(_drawing(loop, WIDTH - 2, color=False), "  ")
+        parts.append(f"{_loop_title(loop)}\n{drawn}".rstrip())
+    return "\n\n".join(parts)
+
+
+def as_rich(report: "ProgramReport", width: int) -> Iterator[RenderableType]:
+    """Yields what rich prints."""
+    yield Text(summary(report))
+    for table in tables(report):
+        yield Text()
+        yield table.as_rich()
+    for loop in report.loops:
+        yield Text()
+        yield Text(_loop_title(loop), style="bold")
+        yield Text.from_ansi(_drawing(loop, width, color=True))
+
+
+def summary(report: "ProgramReport") -> str:
+    """Returns the size of the program in two sentences."""
+    num_runs = sum(task.num_runs for task in report.tasks)
+    num_values = sum(reshard.copies for reshard in report.reshards)
+    crossing = amount(sum(reshard.bytes for reshard in report.reshards), "B")
+    counts = (
+        _count(len(report.tasks), "task"),
+        _count(len(report.submeshes), "submesh", "submeshes"),
+        _count(report.num_executables, "program"),
+    )
+    return (
+        f"{report.name}: {counts[0]} on {counts[1]}, {counts[2]}.\n"
+        f"One call: {_count(num_runs, 'run')} of tasks, {_count(report.num_copies, 'copy', 'copies')} "
+        f"with {_count(num_values, 'value')}, {crossing} between devices."
+    )
+
+
+def _count(number: int, one: str, many: str = "") -> str:
+    return f"{number} {one if number == 1 else many or one + 's'}"
+
+
+def tables(report: "ProgramReport") -> Iterator[Table]:
+    """Yields the tables that have rows."""
+    made = (_submeshes(report), _tasks(report), _reshards(report), _arguments(report))
+    return (table for table in made if table.rows)
+
+
+def _submeshes(report: "ProgramReport") -> Table:
+    rows = tuple(
+        (s.label, s.devices, s.axes or "-", amount(s.argument_bytes, "B"), amount(s.flops, "FLOP"))
+        for s in report.submeshes
+    )
+    return Table("Submeshes", ("submesh", "devices", "axes", ">arguments", ">work a call"), rows)
+
+
+def _tasks(report: "ProgramReport") -> Table:
+    rows = [
+        (
+            (task.label,),
+            _action(task),
+            task.submesh,
+            str(task.num_runs),
+            amount(task.flops, "FLOP"),
+            f"{task.num_inputs}, {amount(task.input_bytes, 'B')}",
+            f"{task.num_outputs}, {amount(task.output_bytes, 'B')}",
+            f"{len(task.parameters)}, {amount(task.parameter_bytes, 'B')}",
+            str(task.num_in_place),
+        )
+        for task in report.tasks
+    ]
+    columns = ("task", "action", "submesh", ">runs", ">a run", ">reads", ">makes")
+    return Table(
+        "Tasks",
+        (*columns, ">arguments", ">in place"),
+        merge_rows(rows),
+        note="arguments: those of the reads that are arguments of the function; in place: results "
+        "written over what the task reads. Sizes are of whole arrays, operations are estimates.",
+    )
+
+
+def _action(task: "TaskReport") -> str:
+    return f"{task.stage}{task.kind}" if task.stage >= 0 else task.kind
+
+
+def _reshards(report: "ProgramReport") -> Table:
+    rows = [
+        (
+            (reshard.value,),
+            reshard.type,
+            reshard.edge,
+            tuple(reshard.target.split(", ")),
+            str(reshard.copies),
+            amount(reshard.bytes, "B"),
+        )
+        for reshard in report.reshards
+    ]
+    return Table(
+        "Reshards (in one call)",
+        ("value", "type", "from -> to", "read by", ">copies", ">bytes"),
+        merge_rows(rows),
+        note="bytes: what the target devices lack; 0 B is a view of what lies there already.",
+    )
+
+
+def _arguments(report: "ProgramReport") -> Table:
+    rows = []
+    for a in report.arguments:
+        remarks = [f"stored as {a.microbatches} microbatches"] if a.microbatches else []
+        remarks += ["donated"] if a.donated else []
+        remarks += [f"returned as {name}" for name in a.returned_as]
+        rows.append(
+            ((a.name,), a.type, a.home or "-", a.layout or "-", a.moved, ", ".join(remarks))
+        )
+    return Table(
+        "Arguments",
+        ("argument", "type", "lives on", "layout", "moved", ""),
+        merge_rows(rows),
+        note="moved: for arguments that lie as they did when the function was traced; `first call` "
+        "means that the result that takes the argument's place comes back where it is wanted.",
+    )
+
+
+def _loop_title(loop: "LoopReport") -> str:
+    kind = "sequential loop" if loop.simulation is None else "microbatch loop"
+    return f"Schedule of a {kind}: {loop.length} x {', '.join(_named(loop))}"
+
+
+def _named(loop: "LoopReport") -> tuple[str, ...]:
+    shown = loop.tasks[:4]
+    return (*shown, f"and {len(loop.tasks) - 4} more") if len(loop.tasks) > 4 else shown
+
+
+def _drawing(loop: "LoopReport", width: int, *, color: bool) -> str:
+    if loop.simulation is None:
+        return "one iteration after the other"
+    if loop.simulation.schedule.num_microbatches > MAX_DRAWN_MICROBATCHES:
+        s = loop.simulation
+        return f"{s.schedule.name}: makespan {s.makespan:g}, idle {s.bubble_share:.1%}"
+    return grid(loop.simulation, width=width, color=color)

@@ -1,0 +1,154 @@
+"""Tables as data, as plain text and as tables of rich.
+
+Rows that differ only in their names become one row, whose names are shortened where they count up:
+
+    layer1_fwd  stage=0  64 B             layer1_fwd ... layer3_fwd  stage=0  64 B
+    layer2_fwd  stage=0  64 B      ->
+    layer3_fwd  stage=0  64 B
+"""
+
+import itertools
+import re
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from rich import box
+from rich.table import Table as RichTable
+from rich.text import Text
+
+NAMES_WIDTH = 36
+"""Widest a column of names may be before it is wrapped."""
+
+Cell = str | tuple[str, ...]
+"""Text, or names that may be joined and wrapped."""
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A table. Columns whose heading starts with `>` are aligned to the right."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+    note: str = ""
+
+    def as_text(self) -> str:
+        """The table as plain text, without trailing blanks."""
+        heads = [column.lstrip(">") for column in self.columns]
+        rows = [[_lines(cell) for cell in row] for row in self.rows]
+        widths = [
+            max(len(line) for line in (head, *itertools.chain.from_iterable(cells)))
+            for head, cells in zip(heads, zip(*rows, strict=True), strict=True)
+        ]
+        right = [column.startswith(">") for column in self.columns]
+
+        def line(cells: Iterable[str]) -> str:
+            aligned = (
+                cell.rjust(width) if to_right else cell.ljust(width)
+                for cell, width, to_right in zip(cells, widths, right, strict=True)
+            )
+            return ("  " + "  ".join(aligned)).rstrip()
+
+        lines = [self.title, line(heads), line("-" * width for width in widths)]
+        lines += [
+            line(cells) for row in rows for cells in itertools.zip_longest(*row, fillvalue="")
+        ]
+        lines += textwrap.wrap(self.note, 96, initial_indent="  ", subsequent_indent="  ")
+        return "\n".join(lines)
+
+    def as_rich(self) -> RichTable:
+        """The table for a terminal."""
+        table = RichTable(
+            title=Text(self.title),
+            title_style="bold",
+            title_justify="left",
+            caption=Text(self.note) if self.note else None,
+            caption_justify="left",
+            box=box.SIMPLE_HEAD,
+            pad_edge=False,
+            show_edge=False,
+        )
+        for number, column in enumerate(self.columns):
+            justify = "right" if column.startswith(">") else "left"
+            # the first column has names, which stay whole
+            table.add_column(
+                column.lstrip(">"), justify=justify, overflow="fold", no_wrap=number == 0
+            )
+        for row in self.rows:
+            table.add_row(*(Text("\n".join(_lines(cell))) for cell in row))
+        return table
+
+
+def _lines(cell: Cell) -> list[str]:
+    """The lines of a cell; names are kept whole."""
+    if isinstance(cell, str):
+        return [cell]
+    lines: list[str] = []
+    for name in shorten(cell):
+        if lines and len(lines[-1]) + len(name) + 2 <= NAMES_WIDTH:
+            lines[-1] += f", {name}"
+        else:
+            lines[-1:] = [f"{lines[-1]},", name] if lines else [name]
+    return lines or [""]
+
+
+def merge_rows(rows: Sequence[tuple[Cell, ...]]) -> tuple[tuple[Cell, ...], ...]:
+    """Joins neighbouring rows that differ only in their first cell, which must be names."""
+    merged: list[tuple[Cell, ...]] = []
+    for rest, group in itertools.groupby(rows, key=lambda row: row[1:]):
+        names = (name for first, *_ in group for name in first)
+        merged.append((tuple(names), *rest))
+    return tuple(merged)
+
+
+def shorten(names: Sequence[str]) -> tuple[str, ...]:
+    """Replaces three or more names that count up by the first and the last one."""
+    short: list[str] = []
+    for run in _runs(names):
+        short += run if len(run) < 3 else [f"{run[0]} ... {run[-1]}"]
+    return tuple(short)
+
+
+def _runs(names: Sequence[str]) -> Iterator[list[str]]:
+    """Cuts names into longest runs in which one number counts up."""
+    run: list[str] = []
+    place = -1
+    for name in names:
+        step = _counted(run[-1], name) if run else -1
+        if run and step >= 0 and place in (-1, step):
+            run.append(name)
+            place = step
+            continue
+        if run:
+            yield run
+        run, place = [name], -1
+    if run:
+        yield run
+
+
+def _counted(before: str, after: str) -> int:
+    """Which of its numbers a name counts up by one; -1 if they differ in another way."""
+    one, other = re.split(r"(\d+)", before), re.split(r"(\d+)", after)
+    if len(one) != len(other):
+        return -1
+    differ = [i for i, parts in enumerate(zip(one, other, strict=True)) if parts[0] != parts[1]]
+    if len(differ) != 1 or differ[0] % 2 == 0:
+        return -1
+    return differ[0] if int(other[differ[0]]) == int(one[differ[0]]) + 1 else -1
+
+
+_UNITS = ("", "k", "M", "G", "T", "P")
+
+
+def amount(number: float, unit: str) -> str:
+    """Returns a number of bytes or operations, as `96 B`, `1.5 kB`, `12 MFLOP`."""
+    size = float(number)
+    for prefix in _UNITS[:-1]:
+        if size < 999.5:
+            break
+        size /= 1000
+    else:
+        prefix = _UNITS[-1]
+    text = f"{size:.0f}" if prefix == "" or size >= 99.95 else f"{size:.3g}"
+    return f"{text} {prefix}{unit}"

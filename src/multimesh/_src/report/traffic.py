@@ -1,0 +1,140 @@
+"""What crosses from submesh to submesh in one call, value by value.
+
+run  layer1_fwd[0] -> s11                     value  layer1_fwd output 0
+copy stage=0 -> stage=1: s11 => s13           from   layer1_fwd  to  layer2_fwd, layer2_bwd
+run  layer2_fwd[0]  s13 ...             ->    edge   stage=0 -> stage=1
+(and so for microbatches 1, 2, 3)             copies 4, bytes 128
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jax.sharding import Sharding
+
+from multimesh._src.ir.plan import Copy, Plan, Run, Slot
+from multimesh._src.report.labels import TaskRuns
+
+
+@dataclass(frozen=True, slots=True)
+class Reshard:
+    """One value that is copied to another submesh or layout in every call.
+
+    Attributes:
+        value: The user's name of an argument, or which output of which task.
+        type: Its type, as `float32[2,4]`.
+        source: The task that makes it, or `argument` or `constant`.
+        target: The tasks that read the copy and the results that it becomes, with commas.
+        edge: Source and target submesh, as `stage=0 -> stage=1`.
+        copies: Copies in one call.
+        bytes: Bytes that the target devices lack and get in one call; replicas count each. 0 where
+            all that is wanted is there already.
+    """
+
+    value: str
+    type: str
+    source: str
+    target: str
+    edge: str
+    copies: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Origin:
+    value: str
+    source: str
+
+
+def find_reshards(plan: Plan, runs: TaskRuns, result_names: tuple[str, ...]) -> tuple[Reshard, ...]:
+    """Returns the reshards of one call, in order of their first copy.
+
+    Args:
+        plan: The plan.
+        runs: The tasks of its runs.
+        result_names: The user's names of the results, as `result[0]`.
+    """
+    origins = dict(_origins(plan, runs))
+    readers = _readers(plan, runs, result_names)
+    found: dict[tuple[str, ...], list[int]] = {}
+    sizes: dict[Any, int] = {}
+    for step in plan.steps:
+        if not isinstance(step, Copy):
+            continue
+        for source, target in zip(step.sources, step.targets, strict=True):
+            origin, info, goal = origins[source], plan.slots[source], plan.slots[target]
+            names = ", ".join(readers[target])
+            key = (origin.value, type_text(info.aval), origin.source, names, step.edge)
+            where = (info.aval.shape, info.aval.dtype, info.sharding, goal.sharding)
+            if where not in sizes:
+                sizes[where] = missing_bytes(info.aval, info.sharding, goal.sharding)
+            total = found.setdefault(key, [0, 0])
+            total[0] += 1
+            total[1] += sizes[where]
+            origins[target] = origin
+    return tuple(Reshard(*key, *total) for key, total in found.items())
+
+
+def _origins(plan: Plan, runs: TaskRuns) -> Iterator[tuple[Slot, _Origin]]:
+    for entry in plan.inputs:
+        yield from ((slot, _Origin(entry.name, "argument")) for slot in entry.slots)
+    for constant in plan.constants:
+        label = plan.slots[constant.slot].label
+        yield constant.slot, _Origin(label, "constant")
+    for number, position in runs.task_of.items():
+        step, task = plan.steps[number], runs.labels[position]
+        assert isinstance(step, Run)
+        for k, slot in enumerate(step.outputs):
+            yield slot, _Origin(f"{task} output {k}", task)
+
+
+def _readers(
+    plan: Plan, runs: TaskRuns, result_names: tuple[str, ...]
+) -> Mapping[Slot, tuple[str, ...]]:
+    """Returns who reads each slot, also by way of further copies: tasks, then results."""
+    readers: dict[Slot, dict[str, None]] = defaultdict(dict)
+    for slot, name in zip(plan.outputs, result_names, strict=True):
+        readers[slot][name] = None
+    for number in reversed(range(len(plan.steps))):
+        step = plan.steps[number]
+        if isinstance(step, Run):
+            name = runs.labels[runs.task_of[number]]
+            for slot in step.inputs:
+                readers[slot] = {name: None} | readers[slot]
+        else:
+            for source, target in zip(step.sources, step.targets, strict=True):
+                readers[source] = readers[target] | readers[source]
+    return defaultdict(tuple, {slot: tuple(names) for slot, names in readers.items()})
+
+
+def missing_bytes(aval: Any, source: Sharding, target: Sharding) -> int:
+    """Returns the bytes of `target`'s shards that its devices do not hold of `source`'s."""
+    shape = aval.shape
+    held = source.devices_indices_map(shape)
+    elements = 0
+    for device, index in target.devices_indices_map(shape).items():
+        elements += _overlap(index, index, shape)
+        if device in held:
+            elements -= _overlap(index, held[device], shape)
+    return elements * aval.dtype.itemsize
+
+
+def _overlap(one: Any, other: Any, shape: tuple[int, ...]) -> int:
+    """Number of elements that lie in both of two boxes."""
+    sizes = []
+    for a, b, size in zip(one, other, shape, strict=True):
+        (start, stop, _), (begin, end, _) = a.indices(size), b.indices(size)
+        sizes.append(max(0, min(stop, end) - max(start, begin)))
+    return math.prod(sizes)
+
+
+def type_text(aval: Any) -> str:
+    """Returns a type as `float32[2,4]`."""
+    return f"{aval.dtype}[{','.join(map(str, aval.shape))}]"
+
+
+def num_bytes(aval: Any) -> int:
+    """Returns the bytes of a whole array."""
+    return int(aval.size * aval.dtype.itemsize)

@@ -1,0 +1,1 @@
+"""The runtime: compiles a plan, moves its values, frees its buffers, and runs it."""
