@@ -72,7 +72,9 @@ def test_treedef_must_agree() -> None:
 
 
 def test_empty_trees_and_none() -> None:
-    assert relation((None, (), {"a": None, "w": f32(2)}), (0, 1, 2), (None, {"a": None, "w": f32(2)})) == (0,)
+    assert relation(
+        (None, (), {"a": None, "w": f32(2)}), (0, 1, 2), (None, {"a": None, "w": f32(2)})
+    ) == (0,)
     assert relation((f32(2),), (0,), ()) == ()
 
 

@@ -30,6 +30,7 @@ from tests.programs.seeded import Seeded  # noqa: E402
 from tests.programs.spec import Layer, Spec, draw_spec, simpler  # noqa: E402
 
 SHRINK_S = 90  # seconds spent on making one failure simpler
+PRINT_EVERY = 10  # programs, where there is no progress bar
 CLEAR_EVERY = 20  # programs; compiled programs are kept by JAX until then
 
 
@@ -89,6 +90,8 @@ def run_programs(console: Console, num_programs: int, start: int, keep_going: in
             if (seed + 1) % CLEAR_EVERY == 0:
                 jax.clear_caches()
             progress.update(bar, advance=1, state=_summary(counts))
+            if not console.is_terminal and (seed + 1 - start) % PRINT_EVERY == 0:
+                print(f"{seed + 1 - start} programs: {_summary(counts)}", flush=True)
             if counts["failed"] >= keep_going:
                 console.print(f"stopped after {counts['failed']} failures")
                 break

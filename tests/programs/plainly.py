@@ -28,10 +28,9 @@ def pipeline(
     def of_layer(name: str, backprop: bool) -> Task:
         layer = int(name.removeprefix("layer"))
         return Task(
-            name=name,
+            name=name + ("_bwd" if backprop else "_fwd"),
             mesh_slice={"stage": layer % num_stages},
             stage=layer % give_stages if give_stages else None,
-            split_backprop="_bwd",
         )
 
     multi.register_task(r"layer\d+", callback=of_layer)

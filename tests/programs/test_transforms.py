@@ -184,7 +184,9 @@ def test_bfloat16_with_float32_accumulation():
         return sgd(params, grads), value
 
     params = [w.astype(jnp.bfloat16) for w in weights(2)]
-    check_steps(pipeline(2), step, params, (X.astype(jnp.bfloat16), Y.astype(jnp.bfloat16)), steps=1)
+    check_steps(
+        pipeline(2), step, params, (X.astype(jnp.bfloat16), Y.astype(jnp.bfloat16)), steps=1
+    )
 
 
 def test_index_of_the_microbatch():

@@ -86,7 +86,9 @@ def test_missing_actions_at_most_five():
         "`1F1` is missing in the row of rank 1.\n"
         "`1F2` is missing in the row of rank 1.\n"
         "`0BW0` is missing in the row of rank 0.\n"
-        "... and 4 more"
+        "... and 4 more\n"
+        "To mend it: let the row of each rank run every action of its stages once for each of the "
+        "`3` microbatches, and nothing else"
     )
 
 
@@ -97,7 +99,9 @@ def test_an_action_twice():
         "            rank 0  rank 1\n"
         "    step 0  0F0     1F0\n"
         "    step 1  0BW0    1BW0\n"
-        "    step 2  `0F0`  <-- here"
+        "    step 2  `0F0`  <-- here\n"
+        "To mend it: let the row of each rank run every action of its stages once for each of the "
+        "`1` microbatches, and nothing else"
     )
 
 

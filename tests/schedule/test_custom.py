@@ -81,6 +81,12 @@ def test_task_names_with_microbatches():
     assert made(rows, names=NAMES).as_text() == TEXT
 
 
+def test_one_task_that_is_forward_and_backward():
+    names = {"stage_0": Part(F, 0), "back_0": Part(BW, 0), "last": (Part(F, 1), Part(BW, 1))}
+    rows = [["stage_0", "stage_0", "back_0", "back_0"], ["last", "last"]]
+    assert made(rows, names=names).as_text() == TEXT
+
+
 def test_names_match_exactly():
     rows = [["layers_0", "layers_0", "layers"], ["layers_1", "layers_1", (0, "layers_1b")]]
     text = refused(rows, names=NAMES)

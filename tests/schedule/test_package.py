@@ -1,9 +1,26 @@
 """The schedule package is pure data, and its public names are complete."""
 
+import doctest
+import importlib
 import subprocess
 import sys
 
+import pytest
+
 from multimesh.jax import schedules
+
+WITH_EXAMPLES = (
+    "auto",
+    "before",
+    "check",
+    "compare",
+    "costs",
+    "custom",
+    "grid",
+    "make",
+    "schedule",
+    "simulate",
+)
 
 CODE = """
 import importlib, pkgutil, sys
@@ -17,6 +34,27 @@ print(sorted({"jax", "jaxlib", "numpy", "rich", "multimesh._src.ir"} & set(sys.m
 def test_importing_it_imports_neither_jax_nor_numpy_nor_rich():
     done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("name", WITH_EXAMPLES)
+def test_examples(name):
+    module = importlib.import_module(f"multimesh._src.schedule.{name}")
+    names = {public: getattr(schedules, public) for public in schedules.__all__}
+    results = doctest.testmod(module, extraglobs=names)
+    assert results.attempted > 0
+    assert results.failed == 0
+
+
+def test_rules_can_be_keys():
+    rules = [
+        schedules.zb_v,
+        schedules.wavefront,
+        schedules.custom("0F0"),
+        schedules.before(min),
+        schedules.auto(latency={("0F", "1F"): 1.0}),
+    ]
+    assert len({*rules, schedules.auto(latency={("0F", "1F"): 1.0})}) == len(rules)
+    assert repr(schedules.zb_v) == "<schedule zb-v>"
 
 
 def test_public_names():

@@ -79,6 +79,18 @@ def test_negative_costs():
         simulate(parse_schedule("0F0"), costs={"F": -1})
 
 
+def test_costs_of_nothing():
+    with pytest.raises(ScheduleError, match="The cost of `fwd` is of no kind, node, task or pair"):
+        simulate(parse_schedule("0F0"), costs={"fwd": 1})
+
+
+def test_negative_latency():
+    with pytest.raises(ScheduleError, match="The latency is `-1`"):
+        simulate(parse_schedule("0F0"), latency=-1)
+    with pytest.raises(ScheduleError, match="The latency from `0F` to `1F` is `-1`"):
+        simulate(parse_schedule("0F0"), latency={("0F", "1F"): -1})
+
+
 def test_latency_of_single_edges():
     schedule = parse_schedule("0F0 0BW0\n1F0 1BW0")
     assert simulate(schedule).makespan == 6

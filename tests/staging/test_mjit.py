@@ -374,7 +374,7 @@ def test_made_inside_it_is_bound() -> None:
     state, _ = step(models.make_state(), models.make_batches(1)[0])
     assert models.devices_of(state["params"][3]) == [(4, 5, 6, 7)] * 2
     with multi_mesh:
-        before = counters.snapshot()
+        counters.snapshot()
         step(state, models.make_batches(1)[0])
 
 

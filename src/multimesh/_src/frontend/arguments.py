@@ -97,10 +97,14 @@ def _parameters(fun: Callable[..., Any]) -> tuple[tuple[str, ...] | None, str, b
         parameters = inspect.signature(fun).parameters.values()
     except (TypeError, ValueError):  # builtins
         return None, "args", True
-    positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    positional = [
+        p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
     variadic = [p.name for p in parameters if p.kind is p.VAR_POSITIONAL]
-    return tuple(positional), (variadic or [""])[0], any(
-        p.kind in (p.VAR_KEYWORD, p.KEYWORD_ONLY) for p in parameters
+    return (
+        tuple(positional),
+        (variadic or [""])[0],
+        any(p.kind in (p.VAR_KEYWORD, p.KEYWORD_ONLY) for p in parameters),
     )
 
 

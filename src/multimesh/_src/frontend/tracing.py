@@ -20,16 +20,13 @@ from jax.extend.core import ClosedJaxpr
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from multimesh._src.errors import TraceError, message
-from multimesh._src.frontend import arguments as arguments_lib
-from multimesh._src.frontend import logical
-from multimesh._src.frontend.batches import MicrobatchedArray
+from multimesh._src.frontend import arguments as arguments_lib, logical, scopes
 from multimesh._src.frontend.arguments import ArgumentSpec, NamedArgument, Statics
+from multimesh._src.frontend.batches import MicrobatchedArray
 from multimesh._src.frontend.matching import Matcher
-from multimesh._src.frontend import scopes
-from multimesh._src.frontend.scopes import ambient_scope
-from multimesh._src.ir.scope import Scope
 from multimesh._src.frontend.succession import ArgumentTree, successors
 from multimesh._src.frontend.wanted import Wanted, wanted_leaves
+from multimesh._src.ir.scope import Scope
 from multimesh._src.jax_compat import avals, jit_hook
 
 

@@ -118,9 +118,7 @@ def _check_spec(spec: PartitionSpec, global_mesh: Mesh | None, what: str) -> Non
     if unknown:
         axes = ", ".join(f"`{name}`" for name in global_mesh.axis_names)
         raise ShardingError(
-            message(
-                f"`{what}` names axis `{unknown[0]}` in `{spec}`; the global mesh has {axes}."
-            )
+            message(f"`{what}` names axis `{unknown[0]}` in `{spec}`; the global mesh has {axes}.")
         )
 
 

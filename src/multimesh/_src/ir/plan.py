@@ -41,13 +41,18 @@ class Executable:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Runs an executable. `iteration` is -1 outside microbatch loops."""
+    """Runs an executable.
+
+    `iteration` is -1 outside loops. Runs of one `group` follow each other at once in every
+    iteration and may be fused; -1 says that a run is in none.
+    """
 
     executable: int
     inputs: tuple[Slot, ...]
     outputs: tuple[Slot, ...]
     task: str
     iteration: int
+    group: int = -1
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,10 @@ a trace meets, in this thread only. Arguments need no such help: they are traced
 
 Private names: `jax._src.core.pytype_aval_mappings` (the table from Python types to avals) with the
 entries of `jax.Array` and typed keys; `jax._src.config.trace_context` (all that separates two
-traces of one function) and `jax._src.config.use_simplified_jaxpr_constants`.
+traces of one function) and `jax._src.config.use_simplified_jaxpr_constants`; `jax._src.util.cache`
+(a cache that `jax.clear_caches` empties). Without them: closed-over arrays on Explicit meshes keep
+their types, which JAX reports where they meet others; keys hold the process-wide configuration and
+our own contexts; and `jax.clear_caches` leaves our caches alone.
 """
 
 import contextlib
@@ -20,12 +23,23 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
-from jax._src import config, core, util
-from jax._src.array import ArrayImpl
-from jax._src.random.prng import PRNGKeyArray
 from jax.sharding import AbstractMesh
 
-_CLEANED = (ArrayImpl, PRNGKeyArray)
+from multimesh._src import config as our_config
+from multimesh._src.jax_compat import private
+
+config: Any = None
+core: Any = None
+util: Any = None
+_CLEANED: tuple[type, ...] = ()
+if private.ALLOWED:
+    with contextlib.suppress(ImportError):
+        from jax._src import config, core, util
+        from jax._src.array import ArrayImpl
+        from jax._src.random.prng import PRNGKeyArray
+
+        _CLEANED = (ArrayImpl, PRNGKeyArray)
+
 _ACTIVE = threading.local()  # .depth > 0 in threads that trace for us
 _LOCK = threading.RLock()
 _originals: dict[type, Callable[[Any], Any]] = {}
@@ -33,8 +47,13 @@ _users = 0
 
 
 def trace_context() -> Hashable:
-    """Returns JAX's own key of all settings under which a function is traced."""
-    return config.trace_context()
+    """Returns JAX's own key of all settings under which a function is traced, ours included."""
+    if config is not None:
+        return config.trace_context()
+    state = our_config.state()
+    keys = tuple(context.cache_key for context in state.contexts)
+    values = tuple(str(value) for _, value in sorted(jax.config.values.items()))
+    return values, keys, our_config.current_settings()
 
 
 def is_explicit(aval: Any) -> bool:
@@ -54,6 +73,9 @@ def no_ambient_mesh() -> AbstractContextManager[Any]:
 @contextlib.contextmanager
 def arrays_as_consts() -> Iterator[None]:
     """Within it closed-over arrays become constants of a jaxpr, whatever the user's flag."""
+    if config is None:
+        yield
+        return
     with config.use_simplified_jaxpr_constants(False):
         yield
 
@@ -102,11 +124,14 @@ def _cleaner(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
 _epochs = itertools.count()
 
 
-@util.cache(max_size=1, trace_context_in_key=False)
-def _epoch() -> int:
-    return next(_epochs)
+def _next_epoch() -> int:
+    return next(_epochs) if util is not None else 0
+
+
+if util is not None:
+    _next_epoch = util.cache(max_size=1, trace_context_in_key=False)(_next_epoch)
 
 
 def cache_epoch() -> int:
     """Returns a number that changes when `jax.clear_caches` is called."""
-    return _epoch()
+    return _next_epoch()

@@ -10,10 +10,12 @@ name on unchanged to the equations that they make, so each of them comes back to
 it. Jit equations with a plain name go JAX's own way, and so does a `BoundName` inside a plain
 `jax.jit`: there it is just a name.
 
-Private names: `jax._src.pjit.jit_p`, its `impl` and its parameters; `UNSPECIFIED`. On a JAX where
-these are not what they were, `is_available()` is False and `bind` raises.
+Private names: `jax._src.pjit.jit_p`, its `impl` and its parameters; `UNSPECIFIED`;
+`jax._src.core.trace_state_clean`; `_consts` of `jax.stages.Traced`. On a JAX where these are not
+what they were, `is_available()` is False and `bind` raises.
 """
 
+import contextlib
 import inspect
 import threading
 from collections.abc import Sequence
@@ -22,13 +24,20 @@ from typing import Any, Protocol
 import jax
 import jax.extend.core as jex_core
 import numpy as np
-from jax._src import core
-from jax._src.pjit import jit_p
-from jax._src.sharding_impls import UNSPECIFIED
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import Mesh
 
 from multimesh._src.errors import TraceError, message
+from multimesh._src.jax_compat import private
+
+jit_p: Any = None
+core: Any = None
+UNSPECIFIED: Any = None
+if private.ALLOWED:
+    with contextlib.suppress(ImportError):
+        from jax._src import core
+        from jax._src.pjit import jit_p
+        from jax._src.sharding_impls import UNSPECIFIED
 
 _PARAMETERS = frozenset(
     (
@@ -38,7 +47,8 @@ _PARAMETERS = frozenset(
 )
 _EMPTY_MESH = Mesh(np.empty((), dtype=object), ())
 _LOCK = threading.Lock()
-_jax_impl: Any = jit_p.impl
+_jax_impl: Any = getattr(jit_p, "impl", None)
+_top_level = jex_core.get_opaque_trace_state(convention="nnx")
 _installed = False
 
 
@@ -81,11 +91,15 @@ def under_jit() -> bool:
 
 def at_top_level() -> bool:
     """Whether no transformation or trace is going on in this thread."""
-    return core.trace_state_clean()
+    if core is not None:
+        return core.trace_state_clean()
+    return jex_core.get_opaque_trace_state(convention="nnx") == _top_level
 
 
 def is_available() -> bool:
     """Whether this JAX has the jit equation that this module knows."""
+    if _jax_impl is None:
+        return False
     parameters = inspect.signature(_jax_impl).parameters.values()
     return {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} == _PARAMETERS
 
@@ -157,4 +171,4 @@ def closed_over_tracers(traced: Any) -> tuple[Any, ...]:
 
     Its jaxpr takes them before the flat arguments.
     """
-    return tuple(traced._consts)
+    return tuple(getattr(traced, "_consts", ()))

@@ -8,6 +8,7 @@ loop carries is resolved to the instance that it stands for at that moment: accu
 order in which their tasks run, all else goes from iteration to iteration.
 """
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -103,7 +104,7 @@ class _Walk:
         self, loop: LoopNode, runs: Runs, iterations: tuple[int, ...]
     ) -> dict[Var, Item]:
         inits = {carry.inside: self.current[carry.inside] for carry in loop.carries}
-        chained = {carry.next: carry.inside for carry in loop.carries if _is_chained(carry, loop)}
+        chained = _chained(loop)
         by_inside = {carry.inside: carry for carry in loop.carries}
         others = tuple(carry for carry in loop.carries if carry.next not in chained)
 
@@ -131,15 +132,28 @@ class _Walk:
         return {carry.inside: self.current[carry.inside] for carry in loop.carries} | ends
 
 
-def _is_chained(carry: Carry, loop: LoopNode) -> bool:
-    """Whether only the task that makes the next value reads the carried one: any order will do."""
-    tasks = [task for task in loop.tasks if isinstance(task, TaskNode)]
-    readers = [task.index for task in tasks if carry.inside in task.inputs]
-    writers = [task.index for task in tasks if carry.next in task.outputs]
-    passed_on = sum(carry.next == other.next for other in loop.carries) > 1 or any(
-        carry.inside == other.next for other in loop.carries
-    )
-    return readers == writers and bool(writers) and not passed_on
+def _chained(loop: LoopNode) -> dict[Var, Var]:
+    """Carries, from next value to value inside, that may be passed on in any order of iterations.
+
+    Only the task that makes the next value reads the one before.
+    """
+    readers: dict[Var, list[int]] = {}
+    writers: dict[Var, list[int]] = {}
+    for task in loop.tasks:
+        if isinstance(task, TaskNode):
+            for var in task.inputs:
+                readers.setdefault(var, []).append(task.index)
+            for var in task.outputs:
+                writers.setdefault(var, []).append(task.index)
+    nexts = Counter(carry.next for carry in loop.carries if not isinstance(carry.next, Lit))
+    return {
+        carry.next: carry.inside
+        for carry in loop.carries
+        if not isinstance(carry.next, Lit)
+        and nexts[carry.next] == 1
+        and nexts[carry.inside] == 0
+        and writers.get(carry.next, []) == readers.get(carry.inside)
+    }
 
 
 def walk(

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from multimesh._src.frontend.tracing import TracedFunction
 from multimesh._src.ir.plan import Plan
@@ -59,16 +59,12 @@ class Partitioned:
     schedules: Mapping[int, Simulation]
 
 
-def _ignore(name: str, printed: str) -> None:
-    """The observer of a run that nobody watches."""
-
-
-def partition(traced: TracedFunction, observe: Observer = _ignore) -> Partitioned:
+def partition(traced: TracedFunction, observe: Observer | None = None) -> Partitioned:
     """Cuts a traced function into tasks, places and orders them.
 
     Args:
         traced: The function and what is known of its arguments and results.
-        observe: Called after every pass.
+        observe: Called after every pass; without it nothing is printed.
 
     Raises:
         MultiMeshError: A subclass that says what in the user's program cannot be done.
@@ -76,9 +72,13 @@ def partition(traced: TracedFunction, observe: Observer = _ignore) -> Partitione
     seeds = Seeds(traced.matcher)
     settings = traced.settings
 
+    def show(name: str, printer: Callable[..., str], *made: Any) -> None:
+        if observe is not None:
+            observe(name, printer(*made))
+
     # Everything later works on numbered variables and whole scopes, so jits go first.
     flat = inline(traced, seeds)
-    observe("inline", text.print_flat(flat))
+    show("inline", text.print_flat, flat)
     # While the batch is still cut by one visible reshape, take it as the form to store.
     flat, batches = store_microbatch_major(flat)
     # What nobody reads must not get a vote on placement.
@@ -86,7 +86,7 @@ def partition(traced: TracedFunction, observe: Observer = _ignore) -> Partitione
     # Counters and invariants leave the loops before placement, or they would tie stages together.
     flat = simplify_loops(flat, seeds, hoist=settings.hoist_loop_invariants)
     flat = prune(flat)
-    observe("simplify_loops", text.print_flat(flat))
+    show("simplify_loops", text.print_flat, flat)
 
     # Places come before sums are regrouped: only then is it known which sums cross submeshes.
     match, seeded = find_seeds(flat, seeds)
@@ -103,7 +103,7 @@ def partition(traced: TracedFunction, observe: Observer = _ignore) -> Partitione
     # Only now is it known which remat regions span submeshes and what crosses inside them.
     flat = prune(use_saved(flat, place))
     flat, place = regroup_sums(flat, place, seeded, cloned)
-    observe("assign", text.print_flat(flat, place))
+    show("assign", text.print_flat, flat, place)
 
     # Tasks, then the stages and loops that they form.
     flow = analyze_flow(flat, cloned)
@@ -151,7 +151,7 @@ def partition(traced: TracedFunction, observe: Observer = _ignore) -> Partitione
         home=homes,
         specs=tie_layouts(layouts, steps, flat, traced, submeshes, homes),
     )
-    observe("split", text.print_program(program))
+    show("split", text.print_program, program)
 
     # Last, time: schedules order the loops, and copies stand where the order needs them.
     schedules = {
@@ -171,5 +171,5 @@ def partition(traced: TracedFunction, observe: Observer = _ignore) -> Partitione
     wanted_at = result_places(results, program, traced)
     infos = argument_infos(traced, batches)
     plan = emit(program, events, wanted_at, infos, everywhere(traced, submeshes))
-    observe("emit", text.print_plan(plan))
+    show("emit", text.print_plan, plan)
     return Partitioned(program, plan, schedules)

@@ -45,8 +45,9 @@ def as_rich(report: "ProgramReport", width: int) -> Iterator[RenderableType]:
 
 def summary(report: "ProgramReport") -> str:
     """Returns the size of the program in two sentences."""
-    num_runs = sum(task.num_runs for task in report.tasks)
-    num_values = sum(reshard.copies for reshard in report.reshards)
+    num_runs = _count(sum(task.num_runs for task in report.tasks), "run")
+    num_copies = _count(report.num_copies, "copy", "copies")
+    num_values = _count(sum(reshard.copies for reshard in report.reshards), "value")
     crossing = amount(sum(reshard.bytes for reshard in report.reshards), "B")
     counts = (
         _count(len(report.tasks), "task"),
@@ -55,8 +56,8 @@ def summary(report: "ProgramReport") -> str:
     )
     return (
         f"{report.name}: {counts[0]} on {counts[1]}, {counts[2]}.\n"
-        f"One call: {_count(num_runs, 'run')} of tasks, {_count(report.num_copies, 'copy', 'copies')} "
-        f"with {_count(num_values, 'value')}, {crossing} between devices."
+        f"One call: {num_runs} of tasks, {num_copies} with {num_values}, "
+        f"{crossing} between devices."
     )
 
 
@@ -93,7 +94,7 @@ def _tasks(report: "ProgramReport") -> Table:
         )
         for task in report.tasks
     ]
-    columns = ("task", "action", "submesh", ">runs", ">a run", ">reads", ">makes")
+    columns = ("task", "action", "submesh", ">runs", ">work a run", ">reads", ">makes")
     return Table(
         "Tasks",
         (*columns, ">arguments", ">in place"),
@@ -130,7 +131,7 @@ def _reshards(report: "ProgramReport") -> Table:
 def _arguments(report: "ProgramReport") -> Table:
     rows = []
     for a in report.arguments:
-        remarks = [f"stored as {a.microbatches} microbatches"] if a.microbatches else []
+        remarks = [f"in {a.microbatches} microbatches"] if a.microbatches else []
         remarks += ["donated"] if a.donated else []
         remarks += [f"returned as {name}" for name in a.returned_as]
         rows.append(

@@ -150,10 +150,8 @@ def make_report(traced: TracedFunction, partitioned: Partitioned) -> ProgramRepo
     names = dict(zip(program.arguments, (a.name for a in traced.arguments), strict=True))
     tasks = _tasks(program, plan, runs, names)
     arguments = _arguments(traced, program, plan, tasks)
-    loops = [
-        _loop(loop, runs, partitioned.schedules.get(loop.index))
-        for loop in all_loops(program.steps)
-    ]
+    simulations = partitioned.schedules
+    loops = [_loop(loop, runs, simulations.get(loop.index)) for loop in all_loops(program.steps)]
     return ProgramReport(
         name=program.name,
         submeshes=_submeshes(program, tasks, arguments),
@@ -258,9 +256,9 @@ def _moved(traced: TracedFunction, plan: Plan, entry: Input) -> Moved:
     info = plan.slots[entry.slots[0]]
     placement = traced.arguments[entry.index].placement
     rank = len(info.aval.shape)
-    if placement is not None and not entry.microbatches:
-        if placement.is_equivalent_to(info.sharding, rank):
-            return "never"
+    same = placement is not None and placement.is_equivalent_to(info.sharding, rank)
+    if same and not entry.microbatches:
+        return "never"
     for slot, result in zip(plan.outputs, traced.results, strict=True):
         if result.successor_of == entry.index:
             returned: NamedSharding = plan.slots[slot].sharding

@@ -143,12 +143,8 @@ _UNITS = ("", "k", "M", "G", "T", "P")
 
 def amount(number: float, unit: str) -> str:
     """Returns a number of bytes or operations, as `96 B`, `1.5 kB`, `12 MFLOP`."""
-    size = float(number)
-    for prefix in _UNITS[:-1]:
-        if size < 999.5:
-            break
-        size /= 1000
-    else:
-        prefix = _UNITS[-1]
-    text = f"{size:.0f}" if prefix == "" or size >= 99.95 else f"{size:.3g}"
-    return f"{text} {prefix}{unit}"
+    size, power = float(number), 0
+    while size >= 999.5 and power < len(_UNITS) - 1:
+        size, power = size / 1000, power + 1
+    text = f"{size:.0f}" if power == 0 or size >= 99.95 else f"{size:.3g}"
+    return f"{text} {_UNITS[power]}{unit}"

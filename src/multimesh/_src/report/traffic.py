@@ -1,5 +1,7 @@
 """What crosses from submesh to submesh in one call, value by value.
 
+Microbatches and copies to the same readers are summed up:
+
 run  layer1_fwd[0] -> s11                     value  layer1_fwd output 0
 copy stage=0 -> stage=1: s11 => s13           from   layer1_fwd  to  layer2_fwd, layer2_bwd
 run  layer2_fwd[0]  s13 ...             ->    edge   stage=0 -> stage=1
@@ -9,7 +11,7 @@ run  layer2_fwd[0]  s13 ...             ->    edge   stage=0 -> stage=1
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jax.sharding import Sharding
@@ -58,7 +60,7 @@ def find_reshards(plan: Plan, runs: TaskRuns, result_names: tuple[str, ...]) -> 
     """
     origins = dict(_origins(plan, runs))
     readers = _readers(plan, runs, result_names)
-    found: dict[tuple[str, ...], list[int]] = {}
+    found: dict[Reshard, list[int]] = {}
     sizes: dict[Any, int] = {}
     for step in plan.steps:
         if not isinstance(step, Copy):
@@ -66,7 +68,8 @@ def find_reshards(plan: Plan, runs: TaskRuns, result_names: tuple[str, ...]) -> 
         for source, target in zip(step.sources, step.targets, strict=True):
             origin, info, goal = origins[source], plan.slots[source], plan.slots[target]
             names = ", ".join(readers[target])
-            key = (origin.value, type_text(info.aval), origin.source, names, step.edge)
+            type_ = type_text(info.aval)
+            key = Reshard(origin.value, type_, origin.source, names, step.edge, copies=0, bytes=0)
             where = (info.aval.shape, info.aval.dtype, info.sharding, goal.sharding)
             if where not in sizes:
                 sizes[where] = missing_bytes(info.aval, info.sharding, goal.sharding)
@@ -74,7 +77,9 @@ def find_reshards(plan: Plan, runs: TaskRuns, result_names: tuple[str, ...]) -> 
             total[0] += 1
             total[1] += sizes[where]
             origins[target] = origin
-    return tuple(Reshard(*key, *total) for key, total in found.items())
+    return tuple(
+        replace(reshard, copies=copies, bytes=size) for reshard, (copies, size) in found.items()
+    )
 
 
 def _origins(plan: Plan, runs: TaskRuns) -> Iterator[tuple[Slot, _Origin]]:

@@ -6,7 +6,15 @@ from dataclasses import dataclass, field, replace
 
 from multimesh._src.errors import ScheduleError, message
 from multimesh._src.schedule.built_in import BUILT_IN
-from multimesh._src.schedule.costs import NO_MEMORY, UNIT, Costs, Latency, Memory, costs_of
+from multimesh._src.schedule.costs import (
+    NO_MEMORY,
+    UNIT,
+    Costs,
+    Latency,
+    Memory,
+    check_latency,
+    costs_of,
+)
 from multimesh._src.schedule.rule import Request, Rule
 from multimesh._src.schedule.schedule import Schedule
 from multimesh._src.schedule.simulate import Simulation, simulate
@@ -42,6 +50,22 @@ class Auto:
     latency: Latency = 0.0
     memory: Memory = field(default_factory=Memory)
     limit: float = math.inf
+
+    def __hash__(self) -> int:
+        latency = self.latency
+        if isinstance(latency, Mapping):
+            latency = hash(frozenset(latency.items()))
+        return hash((self.costs, latency, self.memory, self.limit))
+
+    def reasons(
+        self, *, num_ranks: int, num_microbatches: int, num_chunks: int = 1
+    ) -> tuple[str, ...]:
+        """What would be chosen for this size, in one line, then one line on each candidate.
+
+        Raises:
+            ScheduleError: No built-in schedule does what is asked within the limit.
+        """
+        return self.choose(Request(num_ranks, num_microbatches, num_chunks)).reasons
 
     def make(self, request: Request) -> Schedule:
         """The chosen schedule.
@@ -123,7 +147,15 @@ def auto(
         memory: Bytes of a residual set (see `Memory`).
         limit: Bytes that a rank may hold.
 
+    Returns:
+        A rule, to be given as `schedule=` or to `make_schedule`; its `reasons` tells what it
+        would choose and why.
+
     Raises:
-        ScheduleError: A cost is negative.
+        ScheduleError: A cost or latency is negative.
+
+    >>> auto(latency=0.1).reasons(num_ranks=4, num_microbatches=8)[0]
+    '`auto` chose `zb-h2`: the shortest of `7` candidates.'
     """
+    check_latency(latency)
     return Auto(costs_of(costs), latency, memory, limit)

@@ -55,7 +55,20 @@ class Before:
 def before(predicate: Predicate, *, kinds: tuple[Kind | str, ...] = ("F", "BW")) -> Before:
     """A schedule from a predicate "must action a run before action b".
 
-    >>> in_order = before(lambda a, b: a.kind == b.kind and a.microbatch < b.microbatch)
+    Args:
+        predicate: Takes two actions of one rank. What it leaves open is completed by list
+            scheduling at unit cost: B before F before W, then the lower microbatch, then the
+            higher stage.
+        kinds: The kinds of action to schedule, `F` and `BW`, or `F`, `B` and `W`.
+
+    Returns:
+        A rule, to be given as `schedule=` or to `make_schedule`, which raises `ScheduleError` if
+        the predicate contradicts itself or the dataflow.
+
+    >>> gpipe = before(lambda a, b: a.kind == "F" and b.kind == "BW")
+    >>> print(make_schedule(gpipe, num_ranks=2, num_microbatches=2))
+    0F0 0F1 0BW0 0BW1
+    1F0 1F1 1BW0 1BW1
     """
     return Before(predicate, tuple(map(Kind, kinds)))
 
@@ -125,9 +138,11 @@ class _Lister:
         self.users[first].append(second)
 
     def add_predicate(self, predicate: Predicate) -> None:
-        for (job, first), (other, second) in permutations(enumerate(self.actions), 2):
-            if self.rank_of[job] == self.rank_of[other] and predicate(first, second):
-                self.must_follow(job, other)
+        for rank in range(self.graph.num_ranks):
+            jobs = [job for job, of in enumerate(self.rank_of) if of == rank]
+            for first, second in permutations(jobs, 2):
+                if predicate(self.actions[first], self.actions[second]):
+                    self.must_follow(first, second)
 
     def run(self) -> tuple[Row, ...]:
         first = [job for job, count in enumerate(self.waits) if count == 0]

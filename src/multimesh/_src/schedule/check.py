@@ -28,6 +28,8 @@ def check(
         ScheduleError: The schedule has other ranks or another placement than the graph, lacks an
             action, has one twice, one that does not exist or one in a wrong row, or its order is
             against the dataflow or deadlocks. All problems of one kind, at most five.
+
+    >>> check(parse_schedule("0F0 0BW0 0F1 0BW1"))
     """
     graph = chain_of(schedule) if graph is None else graph
     m = schedule.num_microbatches if num_microbatches is None else num_microbatches
@@ -54,7 +56,7 @@ def prepare(schedule: Schedule, graph: StageGraph | None) -> tuple[Schedule, Sta
         schedule = fit(schedule, graph)
     problems = [*_strangers(schedule, graph, schedule.num_microbatches)]
     if problems:
-        raise ScheduleError(_told(schedule, graph, problems))
+        raise ScheduleError(_told(schedule, graph, schedule.num_microbatches, problems))
     return schedule, graph, expand(schedule, graph, schedule.num_microbatches)
 
 
@@ -80,16 +82,22 @@ def _check_placement(schedule: Schedule, graph: StageGraph) -> None:
 Problem = tuple[str, int, int]
 
 
-def _told(schedule: Schedule, graph: StageGraph, problems: list[Problem]) -> str:
+def _told(
+    schedule: Schedule, graph: StageGraph, num_microbatches: int, problems: list[Problem]
+) -> str:
     shown = next(((r, k) for _, r, k in problems if k >= 0), None)
     grid = window(schedule, graph, *shown) if shown else ""
-    return message(listed([text for text, _, _ in problems]), window=grid)
+    way = (
+        "let the row of each rank run every action of its stages once for each of the "
+        f"`{num_microbatches}` microbatches, and nothing else"
+    )
+    return message(listed([text for text, _, _ in problems]), window=grid, ways=[way])
 
 
 def _check_complete(schedule: Schedule, graph: StageGraph, m: int) -> None:
     problems = [*_strangers(schedule, graph, m)]
     if problems:
-        raise ScheduleError(_told(schedule, graph, problems))
+        raise ScheduleError(_told(schedule, graph, m, problems))
     ran = [-1] * (len(graph.nodes) * m)
     stages = range(len(graph.placement))
     covers = {(kind, stage): graph.covers(kind, stage) for kind in Kind for stage in stages}
@@ -104,7 +112,7 @@ def _check_complete(schedule: Schedule, graph: StageGraph, m: int) -> None:
                     ran[instance] = position
     problems += _missing(schedule, graph, m, ran)
     if problems:
-        raise ScheduleError(_told(schedule, graph, problems))
+        raise ScheduleError(_told(schedule, graph, m, problems))
 
 
 def _twice(node: Node, action: Action, label: str) -> str:

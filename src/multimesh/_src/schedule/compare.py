@@ -39,6 +39,11 @@ def compare(
 
     Raises:
         ScheduleError: A schedule does not run to its end.
+
+    >>> names = ("gpipe", "1f1b", "zb-h1")
+    >>> table = compare([make_schedule(n, num_ranks=4, num_microbatches=8) for n in names])
+    >>> table.row_count
+    3
     """
     from rich.table import Table
 

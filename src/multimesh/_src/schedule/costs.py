@@ -1,12 +1,15 @@
 """What actions cost and what they keep alive: the inputs of a simulation beside the schedule."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from multimesh._src.errors import ScheduleError, listed, message
 from multimesh._src.schedule.actions import Kind
-from multimesh._src.schedule.graph import Edge, Node, OutsideTask, Part
+from multimesh._src.schedule.graph import Edge, Node, OutsideTask, Part, StageGraph
+
+_KEY = re.compile(r"\d*(?:BW|F|B|W)|\[\d+(?:BW|F|B|W)\|\d+(?:BW|F|B|W)\]")
 
 UNIT: Mapping[str, float] = {"F": 1.0, "B": 1.0, "W": 1.0}
 
@@ -26,6 +29,9 @@ class Costs:
 
     table: Mapping[str, float] = field(default_factory=lambda: UNIT)
 
+    def __hash__(self) -> int:
+        return hash(frozenset(self.table.items()))
+
     def of(self, node: Node) -> float:
         """The run time of one run of a node."""
         if str(node) in self.table:
@@ -41,19 +47,26 @@ class Costs:
         return self.table.get(f"[{first}|{second}]", apart)
 
 
-def costs_of(costs: "Costs | Mapping[str, float]") -> Costs:
-    """Takes costs as an object or as their table.
+def costs_of(costs: Costs | Mapping[str, float], graph: StageGraph | None = None) -> Costs:
+    """Takes costs as an object or as their table, and checks them.
 
     Raises:
-        ScheduleError: A cost is negative.
+        ScheduleError: A cost is negative, or, if the graph is given, of nothing.
     """
     if not isinstance(costs, Costs):
         costs = Costs(costs)
-    wrong = [
-        f"The cost of `{k}` is `{c}`; it is `0` or more." for k, c in costs.table.items() if c < 0
+    problems = [
+        f"The cost of `{key}` is `{cost}`; it is `0` or more."
+        for key, cost in costs.table.items()
+        if not cost >= 0
     ]
-    if wrong:
-        raise ScheduleError(message(listed(wrong)))
+    names = {task.name for task in graph.outside} if graph else set[str]()
+    unknown = [key for key in costs.table if key not in names and not _KEY.fullmatch(key)]
+    if graph is not None:
+        problems += [f"The cost of `{key}` is of no kind, node, task or pair." for key in unknown]
+    if problems:
+        way = 'name costs as `"F"`, `"2F"`, `"[0F|7BW]"` or by the name of an outside task'
+        raise ScheduleError(message(listed(problems), ways=[way]))
     return costs
 
 
@@ -78,6 +91,9 @@ class Memory:
     )
     fixed: float = 0.0
 
+    def __hash__(self) -> int:
+        return hash((self.residual, self.waiting, frozenset(self.stages.items()), self.fixed))
+
     def of(self, stage: int) -> tuple[float, float]:
         """`(residual, waiting)` of a stage, in bytes."""
         return self.stages.get(stage, (self.residual, self.waiting))
@@ -99,3 +115,16 @@ def latency_of(latency: Latency, edge: Edge) -> float:
     if isinstance(latency, Mapping):
         return latency.get((str(edge.source), str(edge.target)), 0.0)
     return latency
+
+
+def check_latency(latency: Latency) -> None:
+    """Checks latencies.
+
+    Raises:
+        ScheduleError: A latency is negative.
+    """
+    table = latency if isinstance(latency, Mapping) else {("", ""): latency}
+    for (source, target), wait in table.items():
+        if not wait >= 0:
+            of = f" from `{source}` to `{target}`" if source else ""
+            raise ScheduleError(f"The latency{of} is `{wait}`; it is `0` or more.")

@@ -17,7 +17,7 @@ from multimesh._src.schedule.actions import (
     parse_rows,
 )
 from multimesh._src.schedule.graph import Part
-from multimesh._src.schedule.rule import Request
+from multimesh._src.schedule.rule import Parts, Request
 from multimesh._src.schedule.schedule import Schedule, schedule_of_rows
 
 # What a row may hold: actions, their text, names of tasks, and (microbatch, name of a task).
@@ -46,10 +46,12 @@ class CustomRows:
         """
         problems: list[str] = []
         if len(self.rows) != request.num_ranks:
-            problems.append(
+            what = (
                 f"The custom schedule has `{len(self.rows)}` rows, but the program has "
                 f"`{request.num_ranks}` ranks."
             )
+            way = "give one row for every submesh that holds stages, in the order of stages"
+            raise ScheduleError(message(what, where=self.source, ways=[way]))
         rows = tuple(_resolved(row, rank, request, problems) for rank, row in enumerate(self.rows))
         if problems:
             ways = [_known_names(request.names)]
@@ -67,8 +69,15 @@ def custom(rows: str | Sequence[RowLike]) -> CustomRows:
             `(microbatch, task name)`, or of task names, whose microbatches are numbered by their
             occurrence in the row. Names match exactly.
 
+    Returns:
+        A rule, to be given as `schedule=` or to `make_schedule`, which then finds the tasks.
+
     Raises:
         ScheduleError: A word of the text is no action, or an item of a row none of the above.
+
+    >>> rows = custom(["0F0 0F1 0BW0 0BW1", "1F0 1BW0 1F1 1BW1"])
+    >>> make_schedule(rows, num_ranks=2, num_microbatches=2).placement
+    (0, 1)
     """
     if isinstance(rows, str):
         return CustomRows(parse_rows(rows))
@@ -108,7 +117,7 @@ def _items(row: RowLike, number: int, problems: list[str]) -> tuple[RowItem, ...
     return tuple(items)
 
 
-def _known_names(names: Mapping[str, Part | None]) -> str:
+def _known_names(names: Mapping[str, Parts]) -> str:
     known = ", ".join(f"`{name}`" for name in names)
     actions = "actions such as `2F0`"
     return f"use the names of tasks ({known}) or {actions}" if known else f"use {actions}"
@@ -127,16 +136,22 @@ def _resolved(row: tuple[RowItem, ...], rank: int, request: Request, problems: l
             continue
         name, microbatch = named
         seen.setdefault(name, []).append(microbatch)
-        part = request.names[name]
-        if part is not None and (part, microbatch) not in placed:
-            placed.add((part, microbatch))
-            entries.append(Action(part.kind, part.stage, microbatch))
+        for part in _parts(request.names[name]):
+            if (part, microbatch) not in placed:
+                placed.add((part, microbatch))
+                entries.append(Action(part.kind, part.stage, microbatch))
     problems += _miscounts(seen, rank, request.num_microbatches)
     return tuple(entries)
 
 
+def _parts(parts: Parts) -> tuple[Part, ...]:
+    if parts is None:
+        return ()
+    return (parts,) if isinstance(parts, Part) else parts
+
+
 def _named(
-    item: RowItem, names: Mapping[str, Part | None], seen: dict[str, list[int]]
+    item: RowItem, names: Mapping[str, Parts], seen: dict[str, list[int]]
 ) -> tuple[str, int] | None:
     """The task and microbatch that an item names, or None if it names no known task."""
     if isinstance(item, tuple):

@@ -54,6 +54,11 @@ def grid(
 
     Raises:
         ScheduleError: The schedule does not run to its end.
+
+    >>> print(grid(make_schedule("1f1b", num_ranks=2, num_microbatches=2)))
+    1f1b: makespan 9, idle 33.3%
+    rank 0  0F0 0F1 .   .   0BW0--- .   0BW1---
+    rank 1  .   1F0 1BW0--- 1F1 1BW1--- .   .
     """
     if isinstance(schedule, Schedule):
         schedule = simulate(schedule, graph, costs=costs, latency=latency)

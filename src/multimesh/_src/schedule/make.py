@@ -10,12 +10,12 @@ from multimesh._src.schedule.before import Before
 from multimesh._src.schedule.built_in import BY_NAME
 from multimesh._src.schedule.custom import RowLike, custom
 from multimesh._src.schedule.gpipe import gpipe
-from multimesh._src.schedule.graph import Part, StageGraph
+from multimesh._src.schedule.graph import StageGraph
 from multimesh._src.schedule.interleaved import interleaved_1f1b
 from multimesh._src.schedule.looped_bfs import looped_bfs
 from multimesh._src.schedule.one_f_one_b import eager_1f1b
 from multimesh._src.schedule.placement import Placement, looped, placement_named, v_shaped
-from multimesh._src.schedule.rule import AbstractRule, Request, adapt
+from multimesh._src.schedule.rule import AbstractRule, Parts, Request, adapt
 from multimesh._src.schedule.schedule import Schedule
 from multimesh._src.schedule.zb_v import zb_v
 
@@ -35,7 +35,7 @@ def make_schedule(
     num_chunks: int = 0,
     placement: str | Placement = (),
     forward_only: bool = False,
-    names: Mapping[str, Part | None] | None = None,
+    names: Mapping[str, Parts] | None = None,
     graph: StageGraph | None = None,
 ) -> Schedule:
     """Makes the schedule that a user asks for.
@@ -52,11 +52,16 @@ def make_schedule(
         placement: The rank of every stage, `"loop"`, `"v"`, or empty if the schedule decides. It
             may end early, where the last stages of a schedule do not exist.
         forward_only: Whether the loop has no backward.
-        names: For rows by task names, what part each task belongs to (None: outside the ranks).
+        names: For rows by task names, what part each task belongs to (several if one task is
+            both F and BW; None if it is outside the ranks: rows may name it, but do not order it).
         graph: The program's stage graph, if known: actions that it lacks are dropped.
 
     Raises:
         ScheduleError: No such schedule, or it cannot do what is asked.
+
+    >>> print(make_schedule("zb-h1", num_ranks=2, num_microbatches=2))
+    0F0 0F1 0B0 0W0 0B1 0W1
+    1F0 1B0 1F1 1B1 1W0 1W1
     """
     if isinstance(placement, str):
         chunks = num_chunks or (2 if placement.lower() == "v" else 1)
@@ -67,7 +72,7 @@ def make_schedule(
         num_ranks,
         num_microbatches,
         num_chunks,
-        placement,
+        tuple(placement),
         forward_only,
         names or {},
         () if graph is None else (graph,),

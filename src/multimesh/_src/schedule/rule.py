@@ -17,6 +17,7 @@ from multimesh._src.schedule.placement import (
 from multimesh._src.schedule.schedule import Schedule, keep_stages
 
 Chunks: TypeAlias = Literal["one", "any", "v"]
+Parts: TypeAlias = Part | tuple[Part, ...] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +39,9 @@ class Request:
         num_chunks: Stages a rank, 0 if the schedule may choose.
         placement: The rank of every stage, empty if the schedule may choose.
         forward_only: Whether the loop has no backward.
-        names: For custom rows, what action the task of each name belongs to; None for tasks
-            outside the ranks, which rows may name but do not order.
+        names: For custom rows, what part of an action the task of each name belongs to (several
+            if one task is both F and BW); None for tasks outside the ranks, which rows may name
+            but do not order.
         graphs: The program's stage graph, if it is known already; at most one.
     """
 
@@ -48,7 +50,7 @@ class Request:
     num_chunks: int = 0
     placement: Placement = ()
     forward_only: bool = False
-    names: Mapping[str, Part | None] = field(default_factory=dict[str, Part | None])
+    names: Mapping[str, Parts] = field(default_factory=dict[str, Parts])
     graphs: tuple[StageGraph, ...] = ()
 
     @property
@@ -78,7 +80,7 @@ class AbstractRule(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Rule:
     """A built-in schedule for any size that it can do.
 
@@ -122,6 +124,9 @@ class Rule:
             raise ScheduleError(why)
         rows = tuple(tuple(self.row(shape, rank)) for rank in range(num_ranks))
         return Schedule(self.name, rows, self.placement(shape), num_microbatches)
+
+    def __repr__(self) -> str:
+        return f"<schedule {self.name}>"
 
     def make(self, request: Request) -> Schedule:
         """Makes the schedule for a program, on the program's placement.

@@ -54,10 +54,13 @@ class Schedule:
 
 
 def parse_schedule(text: str, *, name: str = "custom", source: str = "") -> Schedule:
-    """Reads a schedule: one line a rank, the placement is where the actions stand.
+    r"""Reads a schedule: one line a rank, the placement is where the actions stand.
 
     Raises:
         ScheduleError: A word is no action, a stage stands in two rows or in none.
+
+    >>> parse_schedule("0F0 0BW0\n1F0 1BW0").placement
+    (0, 1)
     """
     return schedule_of_rows(parse_rows(text, source=source), name=name, source=source)
 

@@ -13,6 +13,7 @@ from multimesh._src.schedule.costs import (
     Costs,
     Latency,
     Memory,
+    check_latency,
     costs_of,
     latency_of,
 )
@@ -122,10 +123,16 @@ def simulate(
         memory: Bytes per residual set (see `Memory`).
 
     Raises:
-        ScheduleError: The schedule does not run to its end on this graph.
+        ScheduleError: The schedule does not run to its end on this graph, or a cost or latency
+            makes no sense.
+
+    >>> found = simulate(make_schedule("1f1b", num_ranks=4, num_microbatches=8), latency=0.5)
+    >>> found.makespan, found.peaks.until_b
+    (41.0, (4, 3, 2, 1))
     """
-    costs = costs_of(costs)
     schedule, graph, expanded = prepare(schedule, graph)
+    costs = costs_of(costs, graph)
+    check_latency(latency)
     trace = run(expanded, costs, latency)
     if min(trace.ran, default=0) < 0:
         check(schedule, graph)

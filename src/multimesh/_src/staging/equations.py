@@ -33,7 +33,7 @@ from multimesh._src.frontend.wanted import Wanted
 from multimesh._src.ir.scope import Scope
 from multimesh._src.ir.submesh import auto_mesh
 from multimesh._src.jax_compat import avals, jit_hook
-from multimesh._src.partition.pipeline import partition
+from multimesh._src.report.dump import partition_and_dump
 from multimesh._src.runtime.compiled_plan import compile_plan
 from multimesh._src.runtime.counters import counters
 from multimesh._src.staging.binding import Binding
@@ -53,12 +53,12 @@ class Equations:
     def __init__(self, binding: Binding):
         self._binding = binding
         self._traces: dict[Hashable, PlainTrace] = {}
-        self._runners: dict[Hashable, EquationRunner] = {}
+        self._names: dict[Hashable, jit_hook.BoundName] = {}
 
     def clear(self) -> None:
         """Forgets all traces and everything compiled."""
         self._traces.clear()
-        self._runners.clear()
+        self._names.clear()
 
     def call(
         self,
@@ -87,16 +87,20 @@ class Equations:
                 plain = trace_plainly(fun, args, kwargs, statics, contexts.global_mesh)
             if not plain.closed_over:  # else it holds tracers of this very call
                 self._traces[key] = plain
-        name = jit_hook.BoundName(plain.name, self._runner(contexts))
+        name = self.name(contexts)
         operands = plainly_typed([*plain.closed_over, *leaves])
         flat = jit_hook.bind(plain.jaxpr, operands, name)
         return jax.tree.unflatten(plain.out_tree, flat)
 
-    def _runner(self, contexts: ActiveContexts) -> "EquationRunner":
+    def name(self, contexts: ActiveContexts) -> jit_hook.BoundName:
+        """Returns the name of equations that run under these contexts."""
         key = contexts.cache_key
-        if key not in self._runners:
-            self._runners[key] = EquationRunner(contexts, self._binding)
-        return self._runners[key]
+        if key not in self._names:
+            runner = EquationRunner(contexts, self._binding)
+            self._names[key] = jit_hook.BoundName(self._binding.name, runner)
+            if jit_hook.is_available():
+                jit_hook.install()
+        return self._names[key]
 
 
 class EquationRunner:
@@ -138,7 +142,7 @@ class EquationRunner:
         if is_plain(traced, found, device_sets(leaves)):
             return Variant(as_arrays, None, (), True)
         with self._contexts.activate():
-            plan = partition(traced).plan
+            plan = partition_and_dump(traced).plan
             compiled = compile_plan(plan, name=self._binding.name)
         takes = takes_of_plan(plan, traced, found.matched)
         return Variant(compiled.call, None, takes, False)

@@ -1,5 +1,6 @@
 """Makes the staged forms and the variants of one function: trace, cut into tasks, compile."""
 
+import functools
 import sys
 import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -106,6 +107,22 @@ class Maker:
                 self.fun, self.options, self.in_shardings, self.out_shardings, mesh
             )
         return self._plain[mesh]
+
+    def nested_jit(self, contexts: ActiveContexts, name: str) -> Any:
+        """Returns the function under plain `jax.jit`, as an equation with this name."""
+        key = (contexts.global_mesh, id(name))
+        if key not in self._plain:
+
+            @functools.wraps(self.fun)
+            def named(*args: Any, **kwargs: Any) -> Any:
+                return self.fun(*args, **kwargs)
+
+            named.__name__ = name
+            mesh = contexts.global_mesh
+            self._plain[key] = plain_jit(
+                named, self.options, self.in_shardings, self.out_shardings, mesh
+            )
+        return self._plain[key]
 
     def clear(self) -> None:
         """Forgets what plain JAX compiled."""

@@ -121,13 +121,16 @@ class MultiMeshFunction:
         disabled = jax.config.jax_disable_jit
         if disabled and jit_hook.at_top_level():
             args, kwargs = together((args, dict(kwargs)), contexts.global_mesh)
-        if disabled or contexts.settings.ignore_transforms or jit_hook.under_jit():
+        if disabled or contexts.settings.ignore_transforms:
             with contexts.activate():
                 return maker.plain_jit(contexts)(*args, **kwargs)
+        if jit_hook.under_jit():
+            # The outer trace may be that of `jax.checkpoint`, whose equations run eagerly.
+            name = self._equations.name(contexts)
+            with contexts.activate():
+                return maker.nested_jit(contexts, name)(*args, **kwargs)
         call = maker.call(args, kwargs)
-        fun = constrained(
-            maker.fun, maker.in_shardings, maker.out_shardings, contexts.global_mesh
-        )
+        fun = constrained(maker.fun, maker.in_shardings, maker.out_shardings, contexts.global_mesh)
         return self._equations.call(fun, call.args, call.kwargs, call.statics, contexts)
 
     def trace(self, *args: Any, **kwargs: Any) -> Traced:

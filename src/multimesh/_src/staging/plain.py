@@ -65,9 +65,9 @@ def jit_shardings(shardings: Any, global_mesh: Mesh | None) -> Any:
             return NamedSharding(global_mesh, sharding)
         return sharding
 
-    is_leaf: Callable[[Any], bool] = lambda x: x is None or isinstance(  # noqa: E731
-        x, (Sharding, PartitionSpec, SingleDeviceSharding)
-    )
+    def is_leaf(x: Any) -> bool:
+        return x is None or isinstance(x, (Sharding, PartitionSpec, SingleDeviceSharding))
+
     return jax.tree.map(named, shardings, is_leaf=is_leaf)
 
 

@@ -58,9 +58,7 @@ def taken(sharding: NamedSharding, traced_with: PartitionSpec | None, decided: b
     return Taken(sharding.mesh, tuple(specs), decided, frozenset(sharding.device_set))
 
 
-def takes_of_plan(
-    plan: Plan, traced: TracedFunction, matched: bool
-) -> tuple[Taken | None, ...]:
+def takes_of_plan(plan: Plan, traced: TracedFunction, matched: bool) -> tuple[Taken | None, ...]:
     """Records how a plan takes each flat argument.
 
     A match decided the submesh of an argument if some task matched and the argument did not lie on
@@ -81,18 +79,14 @@ def takes_of_plan(
 def user_sharding(plan: Plan, entry: Input) -> NamedSharding | None:
     """Returns the sharding of an argument as the user holds it; None if it is unused.
 
-    An argument that is stored microbatch-major, `[m, size, ...]`, has its cut dim back in place.
+    A batch `[..., B, ...]` that is stored as `[m, ..., B / m, ...]` has the layout of its rows.
     """
     if not entry.slots:
         return None
-    slot = plan.slots[entry.slots[0]]
-    sharding = slot.sharding
+    sharding = plan.slots[entry.slots[0]].sharding
     if not entry.microbatches:
         return sharding
-    rank = len(slot.aval.shape)
-    dims = [*sharding.spec, *(None,) * (rank - len(sharding.spec))][1:]
-    dims.insert(entry.dim, dims.pop(0))
-    spec = PartitionSpec(*dims)
+    spec = PartitionSpec(*sharding.spec[1:])
     return NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
 
 
@@ -179,9 +173,7 @@ class VariantCache:
     _epoch: int = -1
     _lock: Any = field(default_factory=threading.RLock)
 
-    def find(
-        self, key: Hashable, leaves: Sequence[Any], make: Callable[[], Variant]
-    ) -> Variant:
+    def find(self, key: Hashable, leaves: Sequence[Any], make: Callable[[], Variant]) -> Variant:
         """Returns the variant for a call, made by `make` when none fits.
 
         Args:

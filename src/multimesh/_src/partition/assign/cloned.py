@@ -3,10 +3,12 @@
     mask = iota < n          # floating: no placed operand, cheap
     y = task0(x, mask)  ;  z = task1(y, mask)       # each makes its own mask
     b = broadcast(s)         # light: moving `s` is never dearer than moving `b`
+    x = batch[i]             # light: all slices together are the batch, which then moves once
 
 *Floating* equations read only literals, loop indices, small arguments and other floating
 equations, have no effect, and cost no more than the user's cut-off together with all they read.
-*Light* equations rearrange or repeat one operand.
+*Light* equations rearrange or repeat one operand, make one number of another, or cut from a value
+that is made outside the loop the slice of each iteration.
 """
 
 from collections.abc import Mapping
@@ -14,7 +16,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from multimesh._src.ir.flat import FlatProgram, Lit, Loop, Step, Var
+from multimesh._src.ir.flat import Equation, FlatProgram, Lit, Loop, Step, Var
 from multimesh._src.jax_compat import jaxprs
 from multimesh._src.partition.prune import has_effect
 
@@ -56,6 +58,8 @@ def find_cloned(
     light: set[int] = set()
     floating: set[int] = set()
     _visit(program.steps, program.avals, costs, floating, light, max_cost)
+    for step in program.steps:
+        light |= _slices_of_loops(step, program.avals) - floating
     return Cloned(frozenset(floating), frozenset(light), frozenset(costs))
 
 
@@ -81,8 +85,37 @@ def _visit(
                 floating.add(step.serial)
                 costs.update(dict.fromkeys(step.outputs, cost))
                 continue
-        if step.primitive in _LIGHT and len(reads) == 1:
+        if len(reads) == 1 and (step.primitive in _LIGHT or _is_scalar(step, reads[0], avals)):
             light.add(step.serial)
+
+
+def _is_scalar(step: Equation, operand: Var, avals: Mapping[Var, Any]) -> bool:
+    """Whether a step makes one number of another: `norm < 1.0` crosses as `norm`."""
+    if step.primitive in ("add", "add_any"):
+        return False  # a part of a sum, which may be regrouped
+    sizes = [avals[var].size for var in (operand, *step.outputs)]
+    return sizes == [1, 1] and cost_of(step.eqn) <= 1
+
+
+def _slices_of_loops(step: Step, avals: Mapping[Var, Any]) -> set[int]:
+    """Serials of the equations in loops that cut what is made outside into slices, one a turn."""
+    if not isinstance(step, Loop):
+        return set()
+    made = {step.index, *(carry.inside for carry in step.carries)}
+    made.update(var for inner in step.body for var in inner.outputs)
+    found: set[int] = set()
+    for inner in step.body:
+        if isinstance(inner, Loop):
+            found |= _slices_of_loops(inner, avals)
+        elif inner.primitive == "dynamic_slice":
+            stack, *starts = inner.inputs
+            at_index = step.index in starts and all(
+                start == step.index or isinstance(start, Lit) for start in starts
+            )
+            whole = step.length * avals[inner.outputs[0]].size
+            if at_index and stack not in made and whole <= avals[stack].size:
+                found.add(inner.serial)
+    return found
 
 
 def cost_of(eqn: Any) -> int:

@@ -155,6 +155,8 @@ def _bytes(var: Var, table: _Table) -> int:
     """Bytes that move when `var` does; a broadcast counts as its operand."""
     maker = table.made_by.get(var)
     while maker is not None and maker.serial in table.cloned.light:
+        if maker.primitive == "dynamic_slice":
+            break  # what is cut from moves once for all iterations
         (var,) = (v for v in maker.inputs if not isinstance(v, Lit))
         maker = table.made_by.get(var)
     aval = table.avals[var]

@@ -1,0 +1,72 @@
+"""What the examples share: `--check`, which runs the same steps by plain `jax.jit`."""
+
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+NUM_CHECKED_STEPS = 5
+
+
+class Check:
+    """Runs the same steps by plain `jax.jit`, on one device and on one mesh, and compares.
+
+    The first steps are compared array by array (`tests/oracle.py`), afterwards the losses.
+
+    Args:
+        train_step: A function (state, batch) -> (state, loss) with a microbatch loop.
+        state: Where training begins, on the host.
+        batch: A batch of the right types.
+        data: Size of the mesh's data axis; every leaf of a batch is split over it.
+        model: Size of its model axis.
+    """
+
+    def __init__(self, train_step, state, batch, *, data=2, model=2):
+        sys.path.append(str(Path(__file__).parents[1]))
+        from tests import oracle
+
+        self.tools = oracle
+        devices = np.array(jax.devices()[: data * model])
+        self.meshes = [
+            Mesh(devices[: np.prod(sizes)].reshape(sizes), ("data", "model"))
+            for sizes in ((1, 1), (data, model))
+        ]
+        self.states = [jax.device_put(state, NamedSharding(mesh, P())) for mesh in self.meshes]
+        with jax.set_mesh(self.meshes[0]):
+            self.oracle = oracle.Oracle(train_step, state, batch)
+        self.exact = state
+        self.plain_step = jax.jit(train_step)
+        self.num_steps = self.num_bitwise = self.num_arrays = 0
+        self.largest_later = 0.0
+
+    def step(self, batch, ours):
+        """Takes the plain step on `batch` and compares its results with `ours`."""
+        results = [self.plain(*pair, batch) for pair in zip(self.meshes, self.states, strict=True)]
+        self.states = [state for state, _ in results]
+        self.num_steps += 1
+        if self.num_steps > NUM_CHECKED_STEPS:
+            difference = abs(float(results[0][1]) - float(ours[1]))
+            self.largest_later = max(self.largest_later, difference)
+            return
+        exact = self.oracle(self.exact, batch)
+        self.exact = exact[0]
+        comparison = self.tools.compare(ours, *results, exact)
+        comparison.check()
+        self.num_bitwise += comparison.num_bitwise
+        self.num_arrays += len(comparison.leaves)
+
+    def plain(self, mesh, state, batch):
+        """One step of plain JAX, the batch split over the data axis of `mesh`."""
+        with jax.set_mesh(mesh):
+            return self.plain_step(state, jax.device_put(batch, NamedSharding(mesh, P("data"))))
+
+    def report(self, console):
+        """Prints what was compared."""
+        num_steps = min(self.num_steps, NUM_CHECKED_STEPS)
+        console.print(
+            f"check: the losses, parameters and optimizer states of {num_steps} steps are "
+            f"within bounds of plain jax.jit ({self.num_bitwise} of {self.num_arrays} arrays are "
+            f"equal bit for bit); largest later difference of a loss {self.largest_later:.2e}"
+        )

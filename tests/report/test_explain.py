@@ -1,0 +1,210 @@
+"""`explain()`: what a stranger reads, and what a test can assert on."""
+
+import io
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from inline_snapshot import snapshot
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from rich.console import Console
+
+from multimesh.jax import MultiMesh, Task, microbatch, mjit
+from tests.staging import models
+
+
+def make_multi_mesh() -> MultiMesh:
+    """Two stages of one device each."""
+    mesh = Mesh(np.array(jax.devices()[:2]).reshape(2, 1), ("stage", "data"))
+    multi_mesh = MultiMesh(global_mesh=mesh)
+
+    def layer(name, backprop):
+        suffix = "_bwd" if backprop else "_fwd"
+        return Task(name=name + suffix, mesh_slice={"stage": int(name[5:])})
+
+    multi_mesh.register_task(r"layer\d+", callback=layer)
+    return multi_mesh
+
+
+def loss(params, batch):
+    x, y = batch
+    for i, w in enumerate(params):
+        with jax.named_scope(f"layer{i}"):
+            x = x @ w
+    return jnp.sum(x * y)
+
+
+def step(params, batch):
+    value, grads = microbatch(jax.value_and_grad(loss), 0, 2, argnum=1)(params, batch)
+    return [p - g for p, g in zip(params, grads, strict=True)], value
+
+
+PARAMS = [np.ones((4, 4), np.float32)] * 2
+BATCH = (np.ones((6, 4), np.float32), np.ones((6, 4), np.float32))
+
+
+@pytest.fixture(scope="module")
+def lowered():
+    with make_multi_mesh():
+        return mjit(step, donate_argnums=0).lower(PARAMS, BATCH)
+
+
+def test_text_of_a_pipelined_step(lowered):
+    assert str(lowered.explain()) == snapshot("""\
+step: 8 tasks on 2 submeshes, 8 programs.
+One call: 16 runs of tasks, 7 copies with 7 values, 196 B between devices.
+
+Submeshes
+  submesh  devices   axes  arguments  work a call
+  -------  --------  ----  ---------  -----------
+  stage=0  device 0  -         160 B     472 FLOP
+  stage=1  device 1  -         160 B     739 FLOP
+
+Tasks
+  task        action  submesh  runs  work a run     reads    makes  arguments  in place
+  ----------  ------  -------  ----  ----------  --------  -------  ---------  --------
+  main        -       stage=0     1      0 FLOP    0, 0 B  1, 64 B     0, 0 B         0
+  main#2      -       stage=1     1      0 FLOP    0, 0 B  1, 64 B     0, 0 B         0
+  layer0_fwd  0F      stage=0     3     72 FLOP  3, 164 B  2, 64 B   2, 160 B         0
+  layer1_fwd  1F      stage=1     3     89 FLOP  5, 200 B  2, 36 B   2, 160 B         1
+  layer1_bwd  1BW     stage=1     3    152 FLOP  4, 192 B  2, 96 B    1, 64 B         2
+  layer0_bwd  0BW     stage=0     3     80 FLOP  3, 128 B  1, 64 B     0, 0 B         1
+  main#3      -       stage=0     1     16 FLOP  2, 128 B  1, 64 B    1, 64 B         1
+  main#4      -       stage=1     1     16 FLOP  2, 128 B  1, 64 B    1, 64 B         1
+  arguments: those of the reads that are arguments of the function; in place: results written
+  over what the task reads. Sizes are of whole arrays, operations are estimates.
+
+Reshards (in one call)
+  value                type          from -> to             read by                 copies  bytes
+  -------------------  ------------  ---------------------  ----------------------  ------  -----
+  layer0_fwd output 1  float32[2,4]  stage=0 -> stage=1     layer1_fwd, layer1_bwd       3   96 B
+  layer1_bwd output 0  float32[2,4]  stage=1 -> stage=0     layer0_bwd                   3   96 B
+  layer1_fwd output 1  float32[]     stage=1 -> everywhere  result[1]                    1    4 B
+  bytes: what the target devices lack; 0 B is a view of what lies there already.
+
+Arguments
+  argument   type          lives on  layout      moved
+  ---------  ------------  --------  ----------  ----------  -----------------
+  params[0]  float32[4,4]  stage=0   replicated  first call  donated
+  params[1]  float32[4,4]  stage=1   replicated  first call  donated
+  batch[0]   float32[6,4]  stage=0   replicated  every call  in 3 microbatches
+  batch[1]   float32[6,4]  stage=1   replicated  every call  in 3 microbatches
+  moved: for arguments that lie as they did when the function was traced; `first call` means
+  that the result that takes the argument's place comes back where it is wanted.
+
+Schedule of a microbatch loop: 3 x layer0_fwd, layer1_fwd, layer1_bwd, layer0_bwd
+  eager-1f1b: makespan 12, idle 25.0%
+  stage=0  0F0 0F1 0F2 .   0BW0--- .   0BW1--- .   0BW2---
+  stage=1  .   1F0 1BW0--- 1F1 1BW1--- 1F2 1BW2--- .   .\
+""")
+
+
+def test_lowered_and_compiled_explain_alike(lowered):
+    assert str(lowered.compile().explain()) == str(lowered.explain())
+
+
+def test_rich_shows_the_same_facts(lowered):
+    console = Console(file=io.StringIO(), width=100, color_system=None)
+    console.print(lowered.explain())
+    shown = console.file.getvalue()
+    for word in ("layer0_fwd", "1BW", "device 0", "params[1]", "first call", "0BW1"):
+        assert word in shown, word
+    assert max(map(len, shown.splitlines())) <= 100
+
+
+def test_text_has_no_terminal_codes(lowered):
+    assert "\033" not in lowered.explain().as_text()
+
+
+def test_tasks(lowered):
+    tasks = {task.label: task for task in lowered.program.tasks}
+    forward, backward = tasks["layer1_fwd"], tasks["layer1_bwd"]
+    assert (forward.kind, forward.stage, forward.submesh) == ("F", 1, "stage=1")
+    assert forward.num_runs == 3
+    assert forward.parameters == ("batch[1]", "params[1]")
+    assert forward.parameter_bytes == 4 * (24 + 16)
+    assert forward.flops >= 2 * 2 * 4 * 4
+    assert backward.num_in_place >= 1, "the gradient accumulates in place"
+
+
+def test_reshards_are_one_activation_and_one_gradient_per_microbatch(lowered):
+    found = {(r.source, r.target, r.edge): (r.copies, r.bytes) for r in lowered.program.reshards}
+    rows = 3 * 2 * 4 * 4  # microbatches * rows * columns * bytes
+    assert found == {
+        ("layer0_fwd", "layer1_fwd, layer1_bwd", "stage=0 -> stage=1"): (3, rows),
+        ("layer1_bwd", "layer0_bwd", "stage=1 -> stage=0"): (3, rows),
+        ("layer1_fwd", "result[1]", "stage=1 -> everywhere"): (1, 4),
+    }
+
+
+def test_arguments(lowered):
+    found = {a.name: a for a in lowered.program.arguments}
+    w, x = found["params[0]"], found["batch[0]"]
+    assert (w.home, w.layout, w.moved, w.donated) == ("stage=0", "replicated", "first call", True)
+    assert w.used_by[0] == "layer0_fwd"
+    assert (x.home, x.moved, x.microbatches) == ("stage=0", "every call", 3)
+    assert found["batch[1]"].home == "stage=1"
+
+
+def test_arguments_that_lie_in_place_are_not_moved():
+    with make_multi_mesh():
+        compiled = mjit(step)
+        params, _ = compiled(PARAMS, BATCH)
+        report = compiled.lower(params, BATCH).explain()
+    assert [a.moved for a in report.arguments[:2]] == ["never", "never"]
+
+
+def test_sharded_values_count_bytes_of_every_device():
+    multi_mesh = models.make_multi_mesh(layers_per_stage=1)
+
+    def chain(w0, w1, x):
+        with jax.named_scope("layer0"):
+            x = x @ w0
+        with jax.named_scope("layer1"):
+            return x @ w1
+
+    mesh = multi_mesh.slice(stage=0)
+    x = jax.device_put(np.ones((8, 16), np.float32), NamedSharding(mesh, PartitionSpec("data")))
+    w = np.ones((16, 16), np.float32)
+    with multi_mesh:
+        report = mjit(chain).lower(w, w, x).explain()
+    (reshard,) = report.reshards
+    replicas = 2  # on the model axis
+    assert (reshard.value, reshard.bytes) == ("0f output 0", 8 * 16 * 4 * replicas)
+
+
+def test_a_returned_and_an_unused_argument():
+    def same(a, b):
+        with jax.named_scope("layer0"):
+            return a, b * 2
+
+    multi_mesh = make_multi_mesh()
+    with multi_mesh:
+        report = mjit(same).lower(np.ones(32), np.ones(32)).explain()
+        unused = mjit(lambda a, b: same(b, b)[1]).lower(np.ones(32), np.ones(32)).explain()
+    assert report.arguments[0].returned_as == ("result[0]",)
+    assert unused.arguments[0].moved == "unused"
+
+
+def test_a_function_without_tasks_says_so():
+    lowered = mjit(lambda x: x + 1).lower(1.0)
+    assert lowered.program is None
+    assert "has no tasks" in str(lowered.explain())
+
+
+def test_equal_layers_are_one_row():
+    multi_mesh = models.make_multi_mesh(layers_per_stage=4)
+
+    def forward(params, x):
+        for i, w in enumerate(params):
+            with jax.named_scope(f"layer{i}"):
+                x = jnp.tanh(x @ w)
+        return x
+
+    params = [np.ones((8, 8), np.float32)] * 8
+    with multi_mesh:
+        text = str(mjit(forward).lower(params, np.ones((4, 8), np.float32)).explain())
+    assert "1f ... 3f" in text
+    assert "4f ... 7f" in text
+    assert "params[4] ... params[7]" in text

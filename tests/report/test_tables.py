@@ -1,0 +1,49 @@
+"""Names and numbers as tables show them."""
+
+import pytest
+
+from multimesh._src.report.labels import unique_labels
+from multimesh._src.report.tables import Table, amount, merge_rows, shorten
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [(0, "0 B"), (96, "96 B"), (999, "999 B"), (1000, "1 kB"), (1536, "1.54 kB"),
+     (99_960, "100 kB"), (999_400, "999 kB"), (999_600, "1 MB"), (3.2e18, "3200 PB")],
+)  # fmt: skip
+def test_amount(number, text):
+    assert amount(number, "B") == text
+
+
+@pytest.mark.parametrize(
+    ("names", "short"),
+    [
+        (["a"], ("a",)),
+        (["l1", "l2"], ("l1", "l2")),
+        (["l1", "l2", "l3"], ("l1 ... l3",)),
+        (["l1", "l2", "l3", "x", "l4"], ("l1 ... l3", "x", "l4")),
+        (["p[0].w1", "p[1].w1", "p[2].w1"], ("p[0].w1 ... p[2].w1",)),
+        (["p[0][0]", "p[0][1]", "p[1][1]"], ("p[0][0]", "p[0][1]", "p[1][1]")),
+        (["l1", "l3", "l5"], ("l1", "l3", "l5")),
+        (["l8", "l9", "l10", "l11"], ("l8 ... l11",)),
+    ],
+)
+def test_shorten(names, short):
+    assert shorten(names) == short
+
+
+def test_rows_that_differ_in_their_name_alone_are_joined():
+    rows = [(("a1",), "x"), (("a2",), "x"), (("b",), "y"), (("a3",), "x")]
+    assert merge_rows(rows) == ((("a1", "a2"), "x"), (("b",), "y"), (("a3",), "x"))
+
+
+def test_long_lists_of_names_are_wrapped_between_names():
+    names = tuple(f"name{n}_{'ab'[n % 2]}" for n in range(8))
+    text = Table("Title", ("names", ">size"), ((names, "12"),)).as_text()
+    assert text.splitlines()[3].split()[-1] == "12"
+    assert all(name in text for name in names)
+    assert max(map(len, text.splitlines())) < 50
+
+
+def test_unique_labels():
+    assert unique_labels(["main", "a", "main", "main"]) == ("main", "a", "main#2", "main#3")
