@@ -22,8 +22,10 @@ import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 import optax  # noqa: E402
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P  # noqa: E402
+from rich import box  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.progress import Progress, TextColumn  # noqa: E402
+from rich.table import Table  # noqa: E402
 from sklearn.datasets import load_digits  # noqa: E402
 
 from multimesh.jax import (  # noqa: E402
@@ -188,11 +190,26 @@ def train(args, console):
                 check.step(batch, (state, loss))
             progress.update(bar, advance=1, loss=float(loss))
 
-    console.print(step.trace(state, first_batch).lower().compile().explain())
+    print_program(console, step.trace(state, first_batch).lower().program)
     if check:
         check.report(console)
     predicted = np.asarray(predict(state[0], test["image"]))
     return float((predicted == test["label"]).mean())
+
+
+def print_program(console, program):
+    """Prints what the step was cut into; `rich.print(program)` shows more."""
+    tasks = Table("task", "kind", "stage", "submesh", "runs a step", title="tasks", box=box.SIMPLE)
+    for task in program.tasks:
+        stage = str(task.stage) if task.stage >= 0 else "-"
+        tasks.add_row(task.label, task.kind, stage, task.submesh, str(task.num_runs))
+    reshards = Table(
+        "value", "type", "edge", "copies a step", "bytes", title="reshards", box=box.SIMPLE
+    )
+    for move in program.reshards:
+        row = (move.value, move.type, move.edge, str(move.copies), str(move.bytes))
+        reshards.add_row(*row)
+    console.print(tasks, reshards)
 
 
 def main():

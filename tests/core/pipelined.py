@@ -28,7 +28,9 @@ def make_multi_mesh(
 
     def layer(name: str, backprop: bool) -> Task:
         suffix = "_bwd" if backprop else "_fwd"
-        return Task(name=f"layer{name}{suffix}", mesh_slice={"stage": int(name) // layers_per_stage})
+        return Task(
+            name=f"layer{name}{suffix}", mesh_slice={"stage": int(name) // layers_per_stage}
+        )
 
     multi_mesh.register_task(r"layer(\d+)", callback=layer)
     return multi_mesh

@@ -1,8 +1,8 @@
 """What crosses between submeshes in one step, and that nothing else does.
 
-An MLP with adamw, clipping by the global norm and eight microbatches, on two and on four stages: for
-each boundary and microbatch one activation and one gradient; for the norm one partial of each submesh
-and the total back; the loss and the counter, which live everywhere.
+An MLP with adamw, clipping by the global norm and eight microbatches, on two and on four stages:
+for each boundary and microbatch one activation and one gradient; for the norm one partial of each
+submesh and the total back; the loss and the counter, which live everywhere.
 """
 
 import pytest

@@ -1,6 +1,7 @@
 """The examples run as a user runs them: each in a process of its own."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -42,3 +43,12 @@ def test_digits_are_learnt_and_checked(schedule: str) -> None:
     text = run("examples/train_digits.py", "--schedule", schedule, "--check")
     assert "within bounds of plain jax.jit" in " ".join(text.split())
     assert "stage=0" in text and "stage=1" in text
+
+
+def test_quick_start_of_the_readme(tmp_path: Path) -> None:
+    code = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert code is not None
+    script = tmp_path / "quick_start.py"
+    script.write_text(code[1])
+    text = run(str(script))
+    assert text.count("CpuDevice(id=0)") == text.count("CpuDevice(id=7)") == 2

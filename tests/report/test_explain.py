@@ -58,29 +58,30 @@ One call: 16 runs of tasks, 7 copies with 7 values, 196 B between devices.
 Submeshes
   submesh  devices   axes  arguments  work a call
   -------  --------  ----  ---------  -----------
-  stage=0  device 0  -         160 B     472 FLOP
-  stage=1  device 1  -         160 B     739 FLOP
+  stage=0  device 0  -         160 B     496 FLOP
+  stage=1  device 1  -         160 B     763 FLOP
 
 Tasks
   task        action  submesh  runs  work a run     reads    makes  arguments  in place
   ----------  ------  -------  ----  ----------  --------  -------  ---------  --------
   main        -       stage=0     1      0 FLOP    0, 0 B  1, 64 B     0, 0 B         0
   main#2      -       stage=1     1      0 FLOP    0, 0 B  1, 64 B     0, 0 B         0
-  layer0_fwd  0F      stage=0     3     72 FLOP  3, 164 B  2, 64 B   2, 160 B         0
-  layer1_fwd  1F      stage=1     3     89 FLOP  5, 200 B  2, 36 B   2, 160 B         1
-  layer1_bwd  1BW     stage=1     3    152 FLOP  4, 192 B  2, 96 B    1, 64 B         2
-  layer0_bwd  0BW     stage=0     3     80 FLOP  3, 128 B  1, 64 B     0, 0 B         1
+  layer0_fwd  0F      stage=0     3     72 FLOP  3, 164 B  1, 32 B   2, 160 B         0
+  layer1_fwd  1F      stage=1     3     89 FLOP  5, 200 B   1, 4 B   2, 160 B         1
+  layer1_bwd  1BW     stage=1     3    160 FLOP  5, 260 B  2, 96 B   2, 160 B         2
+  layer0_bwd  0BW     stage=0     3     88 FLOP  4, 196 B  1, 64 B    1, 96 B         1
   main#3      -       stage=0     1     16 FLOP  2, 128 B  1, 64 B    1, 64 B         1
   main#4      -       stage=1     1     16 FLOP  2, 128 B  1, 64 B    1, 64 B         1
   arguments: those of the reads that are arguments of the function; in place: results written
-  over what the task reads. Sizes are of whole arrays, operations are estimates.
+  over what the task reads. Sizes are of whole arrays, operations are estimates. `main` is what
+  stands in no scope of a task.
 
 Reshards (in one call)
   value                type          from -> to             read by                 copies  bytes
   -------------------  ------------  ---------------------  ----------------------  ------  -----
-  layer0_fwd output 1  float32[2,4]  stage=0 -> stage=1     layer1_fwd, layer1_bwd       3   96 B
+  layer0_fwd output 0  float32[2,4]  stage=0 -> stage=1     layer1_fwd, layer1_bwd       3   96 B
   layer1_bwd output 0  float32[2,4]  stage=1 -> stage=0     layer0_bwd                   3   96 B
-  layer1_fwd output 1  float32[]     stage=1 -> everywhere  result[1]                    1    4 B
+  layer1_fwd output 0  float32[]     stage=1 -> everywhere  result[1]                    1    4 B
   bytes: what the target devices lack; 0 B is a view of what lies there already.
 
 Arguments
@@ -122,7 +123,7 @@ def test_tasks(lowered):
     forward, backward = tasks["layer1_fwd"], tasks["layer1_bwd"]
     assert (forward.kind, forward.stage, forward.submesh) == ("F", 1, "stage=1")
     assert forward.num_runs == 3
-    assert forward.parameters == ("batch[1]", "params[1]")
+    assert set(forward.parameters) == {"batch[1]", "params[1]"}
     assert forward.parameter_bytes == 4 * (24 + 16)
     assert forward.flops >= 2 * 2 * 4 * 4
     assert backward.num_in_place >= 1, "the gradient accumulates in place"

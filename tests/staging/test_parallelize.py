@@ -111,7 +111,7 @@ def test_no_device_holds_what_it_does_not_own() -> None:
 def test_random_parameters_have_the_bits_of_the_uncut_init() -> None:
     def init() -> Any:
         keys = jax.random.split(jax.random.key(7), 2)
-        return tuple(jax.random.normal(key, (8, 8)) for key in keys)
+        return tuple(jax.random.uniform(key, (8, 8)) for key in keys)
 
     with tutorial_mesh(explicit=False):
         _, sharded_init, _ = parallelize(

@@ -1,7 +1,7 @@
 """Static, donated and named arguments of a function, as `jax.jit` understands them.
 
     f(x, mode, *, state)   static_argnames="mode"   donate_argnums=(2,)
-    call f(x, "train", state=s)  ->  dynamic: args (x,), kwargs {"state": s};  statics (("mode", "train"),)
+    f(x, "train", state=s)  ->  dynamic: args (x,), kwargs {"state": s}; static: (1, "train")
 
 Positions and names are made complete from the signature once (`argument_spec`), so that a call
 only splits its tuple.

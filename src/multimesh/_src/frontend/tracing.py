@@ -66,7 +66,7 @@ class Surroundings:
     matcher: Matcher
     settings: Any
     global_mesh: Mesh | None
-    devices: tuple[jax.Device, ...]
+    devices: tuple[Any, ...]
     schedule: Any = None
 
 
@@ -84,7 +84,7 @@ class TracedFunction:
     results: tuple[Result, ...]
     out_tree: Any
     global_mesh: Mesh | None
-    devices: tuple[jax.Device, ...]
+    devices: tuple[Any, ...]
     matcher: Matcher
     settings: Any
     schedule: Any

@@ -107,7 +107,8 @@ def _release() -> None:
     with _LOCK:
         _users -= 1
         if _users == 0:
-            core.pytype_aval_mappings.update(_originals)
+            if core is not None:
+                core.pytype_aval_mappings.update(_originals)
             _originals.clear()
 
 

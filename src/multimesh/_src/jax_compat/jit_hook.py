@@ -24,6 +24,7 @@ from typing import Any, Protocol
 import jax
 import jax.extend.core as jex_core
 import numpy as np
+from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import Mesh
 
@@ -76,7 +77,7 @@ class BoundName(str):
 
 def is_tracer(x: Any) -> bool:
     """Whether `x` is a tracer of some transformation."""
-    return isinstance(x, jax.core.Tracer)
+    return isinstance(x, Tracer)
 
 
 def is_forward_tracer(x: Any) -> bool:

@@ -5,11 +5,11 @@
       dx = dz @ w.T ; dw = x.T @ dz               W(dz, x, acc) -> acc'
       acc' = acc + dw                               dw = x.T @ dz ; acc' = acc + dw
 
-B is what the values that leave the stage need, and what the operands of contractions need; W is the
-rest, accumulations included. Dataflow alone would leave the first trained stage without a B, because
-nothing leaves it: the operands of its weight gradients keep the chain of activation gradients in B.
-A remat region is opened first, since its recomputation serves both halves. A stage whose contractions
-stand inside another kind of inner program (a scan) keeps its BW whole.
+B is what the values that leave the stage need, and what the operands of contractions need; W is
+the rest, accumulations included. Dataflow alone would leave the first trained stage without a B,
+because nothing leaves it: the operands of its weight gradients keep the chain of activation
+gradients in B. A remat region is opened first, since its recomputation serves both halves. A stage
+whose contractions stand inside another kind of inner program (a scan) keeps its BW whole.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

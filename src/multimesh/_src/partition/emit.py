@@ -162,7 +162,7 @@ class Emitter:
             for position, (item, place) in enumerate(zip(event.outputs, out_places, strict=True))
         )
         executable = self._executable(event, in_places, out_places)
-        self.steps.append(Run(executable, inputs, outputs, task.name, event.iteration))
+        self.steps.append(Run(executable, inputs, outputs, task.name, event.iteration, event.group))
         for item in event.outputs:
             for place in targets.get(item, ()):
                 self.provide(item, place, copies)

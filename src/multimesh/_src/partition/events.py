@@ -3,15 +3,15 @@
     loop i < 2, acc = zeros: acc' = bwd(x, acc, i)   ->   bwd(x, zeros, 0) -> acc'0
     return acc'                                           bwd(x, acc'0, 1) -> acc'1  ; acc'1
 
-An *instance* is one value of a variable: variables made inside loops have one per iteration. What a
-loop carries is resolved to the instance that it stands for at that moment: accumulators chain in the
-order in which their tasks run, all else goes from iteration to iteration.
+An *instance* is one value of a variable: variables made inside loops have one per iteration. What
+a loop carries is resolved to the instance that it stands for at that moment: accumulators chain in
+the order in which their tasks run, all else goes from iteration to iteration.
 """
 
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from multimesh._src.ir.flat import Carry, Lit, Operand, Var
 from multimesh._src.ir.program import LoopNode, ProgramStep, TaskNode, all_loops
@@ -43,9 +43,18 @@ class Event:
     inputs: tuple[Item, ...]
     outputs: tuple[Instance, ...]
     iteration: int
+    group: int = -1  # see `ir.plan.Run`
 
 
-Runs: TypeAlias = tuple[tuple[TaskNode, int], ...]
+class ScheduledRun(NamedTuple):
+    """A task in one iteration of a scheduled loop."""
+
+    task: TaskNode
+    iteration: int
+    group: int = -1
+
+
+Runs: TypeAlias = tuple[ScheduledRun, ...]
 
 
 @dataclass(slots=True)
@@ -64,12 +73,12 @@ class _Walk:
             return self.current[operand]
         return Instance(operand, iterations[: self.depth.get(operand, 0)])
 
-    def run(self, task: TaskNode, iterations: tuple[int, ...]) -> None:
+    def run(self, task: TaskNode, iterations: tuple[int, ...], group: int = -1) -> None:
         inputs = tuple(self.look(var, iterations) for var in task.inputs)
         self.depth.update(dict.fromkeys(task.outputs, len(iterations)))
         outputs = tuple(Instance(var, iterations) for var in task.outputs)
         iteration = iterations[-1] if iterations else -1
-        self.events.append(Event(task, inputs, outputs, iteration))
+        self.events.append(Event(task, inputs, outputs, iteration, group))
 
     def steps(self, steps: tuple[ProgramStep, ...], iterations: tuple[int, ...]) -> None:
         for step in steps:
@@ -119,13 +128,13 @@ class _Walk:
                 carry = by_inside[carry.next]
             return inits[carry.inside]
 
-        for task, iteration in runs:
+        for task, iteration, group in runs:
             self.current[loop.loop_index] = LoopIndex(iteration)
             for carry in others:
                 if carry.inside in task.inputs:
                     self.current[carry.inside] = value(carry, iteration)
             inner = (*iterations, iteration)
-            self.run(task, inner)
+            self.run(task, inner, group)
             made = (var for var in task.outputs if var in chained)
             self.current.update({chained[var]: Instance(var, inner) for var in made})
         ends = {carry.inside: value(carry, loop.length) for carry in others}

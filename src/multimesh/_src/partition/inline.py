@@ -136,8 +136,7 @@ class Builder:
         """Appends the equations of a small JAX function of `inputs`."""
         avals = [self.aval(operand) for operand in inputs]
         structs = [
-            jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
-            for aval in avals
+            jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type) for aval in avals
         ]
         return self.inline_closed(jax.make_jaxpr(function)(*structs), inputs, scope)
 

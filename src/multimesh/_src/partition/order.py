@@ -7,15 +7,18 @@ rank (P6). Any other loop runs iteration by iteration.
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from multimesh._src.frontend.markers import microbatch_marker
 from multimesh._src.ir.program import TaskNode
+from multimesh._src.partition.events import Runs, ScheduledRun
 from multimesh._src.partition.stages import Pipeline
-from multimesh._src.schedule.actions import Kind, TaskRun, actions_of
+from multimesh._src.schedule.actions import Action, Kind, Pair, TaskRun
 from multimesh._src.schedule.check import check
 from multimesh._src.schedule.graph import Node, Part
 from multimesh._src.schedule.make import make_schedule
+from multimesh._src.schedule.neighbours import adjacent_parts
 from multimesh._src.schedule.schedule import Schedule
 from multimesh._src.schedule.simulate import Simulation, simulate
 
@@ -80,31 +83,69 @@ def task_parts(pipeline: Pipeline) -> Mapping[str, Part | None]:
     return parts
 
 
-def scheduled_runs(pipeline: Pipeline, simulation: Simulation) -> tuple[tuple[TaskNode, int], ...]:
-    """Every task of the loop with its iteration, in the order of the simulated start times."""
+def scheduled_runs(pipeline: Pipeline, simulation: Simulation) -> Runs:
+    """Every task of the loop with its iteration, in the order of the simulated start times.
+
+    The tasks of an overlapped pair are one group; so are, where a stage's backward always follows
+    its forward at once, the last task of the one and the first of the other.
+    """
     tasks_of: dict[Node, list[TaskNode]] = {}
     names: dict[str, Node] = {}
     for task in pipeline.tasks:
         node = pipeline.node_of[task.index]
         tasks_of.setdefault(node, []).append(task)
         names[str(node)] = node
-    runs: list[tuple[TaskNode, int]] = []
-    for _, event in simulation.order:
+    joined = _joined_stages(pipeline, simulation.schedule)
+    runs: list[ScheduledRun] = []
+
+    def act(action: Action) -> list[ScheduledRun]:
+        covered = pipeline.graph.covers(action.kind, action.stage)
+        nodes = [pipeline.graph.nodes[number] for number in covered]
+        return [ScheduledRun(t, action.microbatch) for node in nodes for t in tasks_of[node]]
+
+    for number, (_, event) in enumerate(simulation.order):
         if isinstance(event, TaskRun):
-            runs += [(task, event.microbatch) for task in tasks_of[names[event.name]]]
-            continue
-        for action in actions_of(event):
-            for number in pipeline.graph.covers(action.kind, action.stage):
-                tasks = tasks_of[pipeline.graph.nodes[number]]
-                runs += [(task, action.microbatch) for task in tasks]
+            runs += [ScheduledRun(t, event.microbatch) for t in tasks_of[names[event.name]]]
+        elif isinstance(event, Pair):
+            parts = [*act(event.first), *act(event.second)]
+            runs += [run._replace(group=number) for run in parts]
+        elif event.stage not in joined:
+            runs += act(event)
+        elif event.kind is Kind.F:
+            first, second = act(event), act(replace(event, kind=joined[event.stage]))
+            middle = (run._replace(group=number) for run in (first[-1], second[0]))
+            runs += [*first[:-1], *middle, *second[1:]]
+        elif event.kind is not joined[event.stage]:
+            runs += act(event)
     _check_all_run(pipeline.tasks, runs, simulation)
     return tuple(runs)
 
 
+def _joined_stages(pipeline: Pipeline, schedule: Schedule) -> dict[int, Kind]:
+    """Stages whose backward follows their forward at once and waits for nothing else."""
+    graph = pipeline.graph
+    needs: dict[Node, set[Node]] = {}
+    for edge in graph.edges:
+        if edge.distance == 0:
+            needs.setdefault(edge.target, set()).add(edge.source)
+    joined: dict[int, Kind] = {}
+    for first, second in adjacent_parts(schedule):
+        if first.kind is not Kind.F or first.stage != second.stage or second.kind is Kind.W:
+            continue
+        backward = graph.covers(second.kind, second.stage)
+        forward = graph.covers(first.kind, first.stage)
+        if not backward or not forward:
+            continue
+        others = needs.get(graph.nodes[backward[0]], set()) - {first}
+        if others <= needs.get(first, set()):
+            joined[first.stage] = second.kind
+    return joined
+
+
 def _check_all_run(
-    tasks: Sequence[TaskNode], runs: Sequence[tuple[TaskNode, int]], simulation: Simulation
+    tasks: Sequence[TaskNode], runs: Sequence[ScheduledRun], simulation: Simulation
 ) -> None:
-    counts = Counter(task.index for task, _ in runs)
+    counts = Counter(run.task.index for run in runs)
     length = simulation.schedule.num_microbatches
     wrong = [task.name for task in tasks if counts[task.index] != length]
     assert not wrong, f"`{simulation.schedule.name}` does not run `{wrong}` {length} times each"

@@ -17,6 +17,7 @@ from multimesh._src.partition.batches import store_microbatch_major
 from multimesh._src.partition.dedupe import deduplicate
 from multimesh._src.partition.emit import emit
 from multimesh._src.partition.events import Runs, walk
+from multimesh._src.partition.fuse import fuse_runs
 from multimesh._src.partition.given import (
     default_submesh,
     everywhere,
@@ -172,4 +173,8 @@ def partition(traced: TracedFunction, observe: Observer | None = None) -> Partit
     infos = argument_infos(traced, batches)
     plan = emit(program, events, wanted_at, infos, everywhere(traced, submeshes))
     show("emit", text.print_plan, plan)
+    # Fusing looks at whole steps, so it comes when the order and the copies are settled.
+    if settings.enable_task_fusion != "never":
+        plan = fuse_runs(plan)
+        show("fuse", text.print_plan, plan)
     return Partitioned(program, plan, schedules)

@@ -7,14 +7,16 @@
 
 Stages that `Task.stage` gives exist from the start. Any other forward task joins the last stage of
 its submesh that keeps the graph acyclic, else opens a new one. A backward task belongs to the
-stage whose forward values it reads. In a loop without forward tasks (the transpose of a loop) the
-backward tasks are numbered as forward ones.
+stage on its submesh whose forward makes, or where it recomputes them also reads, most of what it
+reads. In a loop without forward tasks (the transpose of a loop) the backward tasks are numbered as
+forward ones.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from multimesh._src.errors import PartitionError, message
+from multimesh._src.ir.flat import Var
 from multimesh._src.ir.program import TaskNode
 from multimesh._src.ir.submesh import Submesh
 from multimesh._src.partition.quotient import Quotient
@@ -191,27 +193,24 @@ def _backward_stages(
 ) -> dict[int, int]:
     """Stage of each backward task that lies on the submesh of a stage."""
     by_index = {task.index: task for task in tasks}
-    on_submesh: dict[int, list[int]] = {}
+    touched: dict[int, dict[int, set[Var]]] = {}  # submesh -> stage -> what its forward handles
     for index, stage in stage_of.items():
-        on_submesh.setdefault(by_index[index].submesh, []).append(stage)
+        stages = touched.setdefault(by_index[index].submesh, {})
+        stages.setdefault(stage, set()).update(by_index[index].inputs, by_index[index].outputs)
     found: dict[int, int] = {}
     for task in tasks:
-        if task.kind not in ("BW", "B", "W") or task.submesh not in on_submesh:
+        if task.kind not in ("BW", "B", "W") or task.submesh not in touched:
             continue
-        stages = on_submesh[task.submesh]
         stage = given.get(task.index)
         if stage is None:
-            read = [
-                stage_of[index]
-                for index in needs[task.index]
-                if index in stage_of and by_index[index].submesh == task.submesh
-            ]
+            shared = {s: len(v & set(task.inputs)) for s, v in touched[task.submesh].items()}
+            likely = [s for s, count in shared.items() if count == max(shared.values())]
             after = [
                 found[index]
                 for index in needs[task.index]
                 if index in found and by_index[index].submesh == task.submesh
             ]
-            stage = max(read) if read else min(after) if after else max(stages)
+            stage = min(after) if after and min(after) in likely else max(likely)
         found[task.index] = stage
     return found
 

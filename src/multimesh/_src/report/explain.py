@@ -100,7 +100,8 @@ def _tasks(report: "ProgramReport") -> Table:
         (*columns, ">arguments", ">in place"),
         merge_rows(rows),
         note="arguments: those of the reads that are arguments of the function; in place: results "
-        "written over what the task reads. Sizes are of whole arrays, operations are estimates.",
+        "written over what the task reads. Sizes are of whole arrays, operations are estimates. "
+        "`main` is what stands in no scope of a task.",
     )
 
 

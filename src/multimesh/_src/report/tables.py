@@ -67,6 +67,7 @@ class Table:
             caption_justify="left",
             box=box.SIMPLE_HEAD,
             pad_edge=False,
+            collapse_padding=True,
             show_edge=False,
         )
         for number, column in enumerate(self.columns):

@@ -35,7 +35,7 @@ class Binding:
     name: str
     bound: ActiveContexts | None
     multi_mesh: MultiMesh | None
-    devices: tuple[jax.Device, ...] | None
+    devices: tuple[Any, ...] | None
 
     def key(self) -> Hashable:
         """Returns the part of a cache key that contexts and JAX's own settings make.
@@ -68,11 +68,11 @@ class Binding:
 
     def _check_mesh(self, contexts: Sequence[Any]) -> None:
         active = next((c for c in contexts if isinstance(c, MultiMesh)), None)
-        if active is None or active is self.bound.multi_mesh:  # pyright: ignore
+        if active is None or active is self.bound.multi_mesh:  # pyright: ignore[reportOptionalMemberAccess]
             return
         raise MeshError(
             message(
-                f"`{self.name}` was made in `{self.bound.multi_mesh!r}` and is called inside "  # pyright: ignore
+                f"`{self.name}` was made in `{self.bound.multi_mesh!r}` and is called inside "  # pyright: ignore[reportOptionalMemberAccess]
                 f"`{active!r}`.",
                 ways=(
                     "call it outside of the other MultiMesh.",
@@ -97,7 +97,7 @@ class Binding:
 
 
 def make_binding(
-    name: str, mesh: Mesh | MultiMesh | None = None, devices: Sequence[jax.Device] | None = None
+    name: str, mesh: Mesh | MultiMesh | None = None, devices: Sequence[Any] | None = None
 ) -> Binding:
     """Binds a function made here to the contexts that are entered here, if any.
 

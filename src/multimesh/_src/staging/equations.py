@@ -187,7 +187,7 @@ def _on_auto_meshes(arrays: Sequence[Any]) -> list[Any]:
     ]
 
 
-def _auto(sharding: NamedSharding) -> NamedSharding:
+def _auto(sharding: Any) -> NamedSharding:
     mesh = auto_mesh(sharding.mesh)
     return NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
 

@@ -35,17 +35,16 @@ def is_cut_by_results(traced: TracedFunction) -> bool:
 def cut_by_results(traced: TracedFunction) -> PiecesBackend:
     """Compiles one program for each device set of the results."""
     groups: dict[Any, list[int]] = {}
-    for i, result in enumerate(traced.results):
-        assert result.sharding is not None
-        groups.setdefault(tuple(result.sharding.mesh.devices.flat), []).append(i)
+    shardings: tuple[Any, ...] = tuple(result.sharding for result in traced.results)
+    for i, sharding in enumerate(shardings):
+        groups.setdefault(tuple(sharding.mesh.devices.flat), []).append(i)
     pieces = tuple((_compile(traced, group), tuple(group)) for group in groups.values())
-    shardings = tuple(result.sharding for result in traced.results)
     return PiecesBackend(pieces, shardings, len(traced.arguments))
 
 
 def _compile(traced: TracedFunction, group: Sequence[int]) -> jax.stages.Compiled:
     evaluate = jaxpr_as_fun(traced.jaxpr)
-    shardings = [traced.results[i].sharding for i in group]
+    shardings: list[Any] = [traced.results[i].sharding for i in group]
     mesh = auto_mesh(shardings[0].mesh)
     replicated = NamedSharding(mesh, jax.sharding.PartitionSpec())
 

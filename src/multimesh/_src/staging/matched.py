@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
-import jax
 from jax.sharding import Mesh, NamedSharding
 
 from multimesh._src.errors import message
@@ -30,7 +30,7 @@ class Findings:
     matched: bool
     constrained: bool
     scopes: tuple[str, ...]
-    device_sets: frozenset[frozenset[jax.Device]]
+    device_sets: frozenset[frozenset[Any]]
 
 
 def findings(traced: TracedFunction) -> Findings:
@@ -67,12 +67,12 @@ def _places(eqn: jaxprs.JaxprEqn) -> bool:
     )
 
 
-def _device_sets(traced: TracedFunction) -> frozenset[frozenset[jax.Device]]:
+def _device_sets(traced: TracedFunction) -> frozenset[frozenset[Any]]:
     placements = [a.placement for a in traced.arguments] + [r.sharding for r in traced.results]
     return frozenset(frozenset(p.device_set) for p in placements if p is not None)
 
 
-def is_plain(traced: TracedFunction, found: Findings, placed: set[frozenset[jax.Device]]) -> bool:
+def is_plain(traced: TracedFunction, found: Findings, placed: set[frozenset[Any]]) -> bool:
     """Whether a function is plain JAX: nothing says where, and all lies on one device set (R15).
 
     Args:

@@ -29,7 +29,7 @@ def mjit(
     static_argnames: str | Sequence[str] | None = None,
     keep_unused: bool = False,
     mesh: Mesh | MultiMesh | None = None,
-    devices: Sequence[jax.Device] | None = None,
+    devices: Sequence[Any] | None = None,
 ) -> Any:
     """Compiles a function whose tasks run on several submeshes.
 
@@ -102,7 +102,7 @@ class MultiMeshFunction:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the function; traces and compiles it when no variant fits."""
-        if not jit_hook.at_top_level() or jax.config.jax_disable_jit:
+        if not jit_hook.at_top_level() or _jit_is_disabled():
             return self._call_within(args, kwargs)
         statics = NO_STATICS
         given = args, kwargs
@@ -118,7 +118,7 @@ class MultiMeshFunction:
     def _call_within(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Calls the function inside a transformation or a trace, or with jit disabled."""
         maker, contexts = self._maker, self._binding.contexts()
-        disabled = jax.config.jax_disable_jit
+        disabled = _jit_is_disabled()
         if disabled and jit_hook.at_top_level():
             args, kwargs = together((args, dict(kwargs)), contexts.global_mesh)
         if disabled or contexts.settings.ignore_transforms:
@@ -150,3 +150,7 @@ class MultiMeshFunction:
         self._cache.clear()
         self._maker.clear()
         self._equations.clear()
+
+
+def _jit_is_disabled() -> bool:
+    return jax.config.jax_disable_jit  # pyright: ignore[reportAttributeAccessIssue]

@@ -23,7 +23,7 @@ def parallelize(
     init_params: Callable[[], Any] | None = None,
     get_input_batch: Callable[[], Any] | None = None,
     initial_batch: Any = None,
-    devices: Sequence[jax.Device] | None = None,
+    devices: Sequence[Any] | None = None,
 ) -> tuple[Any, ...]:
     """Compiles `fun(params, batch)` and gives functions that make its arguments in place.
 
@@ -93,7 +93,7 @@ def _shapes(make: Callable[[], Any]) -> Any:
 
 
 def _compile(
-    fun: Callable[..., Any], params: Any, batch: Any, devices: Sequence[jax.Device] | None
+    fun: Callable[..., Any], params: Any, batch: Any, devices: Sequence[Any] | None
 ) -> Compiled:
     """Compiles the model; without tasks and MultiMesh it runs on all devices, on an axis `x`."""
     with config.autoshard(True):
@@ -110,7 +110,7 @@ def _compile(
 def _maker(
     fun: Callable[..., Any],
     *,
-    devices: Sequence[jax.Device] | None = None,
+    devices: Sequence[Any] | None = None,
     mesh: Mesh | None = None,
     **fields: Any,
 ) -> Maker:

@@ -43,7 +43,7 @@ def _put(leaf: Any, global_mesh: Mesh | None) -> Any:
 
 def _on_host(leaf: Any) -> Any:
     if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        data = np.asarray(jax.random.key_data(leaf))
+        data: Any = np.asarray(jax.random.key_data(leaf))
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
     return np.asarray(leaf)
 

@@ -181,8 +181,8 @@ class CallTypes:
             if not same:
                 raise TraceError(
                     message(
-                        f"argument `{name}` is `{given.dtype}{list(given.shape)}`, but the function "
-                        f"was compiled for `{aval.dtype}{list(aval.shape)}`.",
+                        f"argument `{name}` is `{given.dtype}{list(given.shape)}`, but the "
+                        f"function was compiled for `{aval.dtype}{list(aval.shape)}`.",
                         ways=("call the `mjit` function itself, which compiles again.",),
                     )
                 )

@@ -17,8 +17,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from multimesh._src.frontend.tracing import TracedFunction, placement_of, plain_aval
 from multimesh._src.ir.plan import Input, Plan
@@ -38,10 +37,10 @@ class Taken:
     argument that lies elsewhere is moved.
     """
 
-    mesh: Mesh
+    mesh: Any  # a concrete mesh
     specs: tuple[Dims, ...]
     decided: bool
-    devices: frozenset[jax.Device]
+    devices: frozenset[Any]
 
     def fits(self, sharding: NamedSharding) -> bool:
         """Whether an argument with this sharding can be taken."""
@@ -90,7 +89,7 @@ def user_sharding(plan: Plan, entry: Input) -> NamedSharding | None:
     return NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
 
 
-def dims_on(spec: PartitionSpec, mesh: Mesh) -> Dims:
+def dims_on(spec: PartitionSpec, mesh: Any) -> Dims:
     """Returns `spec` retargeted to `mesh`: axes of size 1 and closed trailing dims drop out."""
     dims = []
     for entry in spec:
@@ -128,7 +127,7 @@ class Variant:
         return True
 
 
-def device_sets(leaves: Sequence[Any]) -> set[frozenset[jax.Device]]:
+def device_sets(leaves: Sequence[Any]) -> set[frozenset[Any]]:
     """Returns the device sets on which committed arrays lie."""
     return {
         frozenset(leaf.sharding.device_set) for leaf in leaves if getattr(leaf, "committed", False)

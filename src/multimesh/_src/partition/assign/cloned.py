@@ -131,6 +131,10 @@ def cost_of(eqn: Any) -> int:
     if name == "dot_general":
         (contracted, _), _ = eqn.params["dimension_numbers"]
         return 2 * elements * prod(eqn.invars[0].aval.shape[dim] for dim in contracted)
+    if name == "conv_general_dilated":
+        kernel = eqn.invars[1].aval
+        features = kernel.shape[eqn.params["dimension_numbers"].rhs_spec[0]]
+        return 2 * elements * kernel.size // max(1, features)
     if name in _RANDOM:
         return _RANDOM_WEIGHT * elements
     if name.startswith(("reduce", "arg", "cum", "sort")):
