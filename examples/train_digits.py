@@ -11,7 +11,6 @@ array (see `tests/oracle.py`), afterwards the losses.
 
 import argparse
 import sys
-from pathlib import Path
 
 from jax_plugins.multimesh import init
 
@@ -21,7 +20,8 @@ import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 import optax  # noqa: E402
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P  # noqa: E402
+from _common import Check  # noqa: E402
+from jax.sharding import Mesh, PartitionSpec as P  # noqa: E402
 from rich import box  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.progress import Progress, TextColumn  # noqa: E402
@@ -41,7 +41,6 @@ NUM_CLASSES = 10
 BATCH_SIZE = 256
 NUM_MICROBATCHES = 8
 NUM_TEST = 360
-NUM_CHECKED_STEPS = 5
 WANTED_ACCURACY = 0.95
 
 optimizer = optax.chain(
@@ -112,57 +111,6 @@ def batches(train, num_steps):
     for _ in range(num_steps):
         rows = draw.choice(len(train["label"]), BATCH_SIZE, replace=False)
         yield {name: array[rows] for name, array in train.items()}
-
-
-class Check:
-    """Runs the same steps by plain `jax.jit`, on one device and on one mesh, and compares."""
-
-    def __init__(self, train_step, state, batch):
-        sys.path.append(str(Path(__file__).parents[1]))
-        from tests import oracle
-
-        self.tools = oracle
-        devices = np.array(jax.devices()[:4])
-        self.meshes = [
-            Mesh(devices[:num].reshape(sizes), ("data", "model"))
-            for num, sizes in ((1, (1, 1)), (4, (2, 2)))
-        ]
-        self.states = [jax.device_put(state, NamedSharding(mesh, P())) for mesh in self.meshes]
-        with jax.set_mesh(self.meshes[0]):
-            self.oracle = oracle.Oracle(train_step, state, batch)
-        self.exact = state
-        self.plain_step = jax.jit(train_step)
-        self.num_steps = self.num_bitwise = self.num_arrays = 0
-        self.largest_later = 0.0
-
-    def step(self, batch, ours):
-        """Takes the plain step on `batch` and compares its results with `ours`."""
-        results = [self.plain(*pair, batch) for pair in zip(self.meshes, self.states, strict=True)]
-        self.states = [state for state, _ in results]
-        self.num_steps += 1
-        if self.num_steps > NUM_CHECKED_STEPS:
-            difference = abs(float(results[0][1]) - float(ours[1]))
-            self.largest_later = max(self.largest_later, difference)
-            return
-        exact = self.oracle(self.exact, batch)
-        self.exact = exact[0]
-        comparison = self.tools.compare(ours, *results, exact)
-        comparison.check()
-        self.num_bitwise += comparison.num_bitwise
-        self.num_arrays += len(comparison.leaves)
-
-    def plain(self, mesh, state, batch):
-        """One step of plain JAX, the batch split over the data axis of `mesh`."""
-        with jax.set_mesh(mesh):
-            return self.plain_step(state, jax.device_put(batch, NamedSharding(mesh, P("data"))))
-
-    def report(self, console):
-        """Prints what was compared."""
-        console.print(
-            f"check: the losses, parameters and optimizer states of {NUM_CHECKED_STEPS} steps are "
-            f"within bounds of plain jax.jit ({self.num_bitwise} of {self.num_arrays} arrays are "
-            f"equal bit for bit); largest later difference of a loss {self.largest_later:.2e}"
-        )
 
 
 def train(args, console):

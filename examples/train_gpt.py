@@ -53,7 +53,7 @@ def make_multi_mesh(args):
 def make_optimizer(num_steps):
     """Clipping, and adamw with a short warm-up."""
     warm_up = min(40, num_steps // 4)
-    rate = optax.warmup_cosine_decay_schedule(1e-4, 1e-2, warm_up, num_steps, 5e-4)
+    rate = optax.warmup_cosine_decay_schedule(1e-4, 6e-3, warm_up, num_steps, 6e-4)
     return optax.chain(
         optax.clip_by_global_norm(1.0), optax.adamw(rate, b2=0.99, eps=1e-6, weight_decay=1e-2)
     )
@@ -175,7 +175,7 @@ def parse_args():
     for name, size in (("stages", 2), ("data", 2), ("model", 2)):
         parser.add_argument(f"--{name}", type=int, default=size, help="size of the mesh axis")
     parser.add_argument("--explicit", action="store_true", help="a mesh with Explicit axes")
-    for name, size in (("layers", 4), ("width", 64), ("context", 64)):
+    for name, size in (("layers", 4), ("width", 96), ("context", 64)):
         parser.add_argument(f"--{name}", type=int, default=size)
     parser.add_argument("--batch", type=int, default=32, help="rows of a batch, 8 microbatches")
     parser.add_argument("--tied", action="store_true", default=True, help="the default")

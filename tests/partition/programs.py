@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from multimesh._src.config import enable_task_fusion
 from multimesh._src.frontend.matching import Match
 from multimesh._src.frontend.microbatching import microbatch
 from multimesh._src.frontend.multi_mesh import MultiMesh
@@ -33,11 +34,11 @@ def traced(
 
 
 def cut(
-    multi: MultiMesh, function: Callable[..., Any], *args: Any, **options: Any
+    multi: MultiMesh, function: Callable[..., Any], *args: Any, fuse: str = "auto", **options: Any
 ) -> tuple[Partitioned, dict[str, str]]:
     """Partitions `function`; also returns the text after every pass."""
     texts: dict[str, str] = {}
-    with multi:
+    with multi, enable_task_fusion(fuse):
         made = partition(traced(multi, function, *args, **options), texts.__setitem__)
     return made, texts
 

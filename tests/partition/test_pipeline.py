@@ -198,6 +198,37 @@ return s27 s28 s18\
 """)
 
 
+def test_fuse(texts: dict[str, str]) -> None:
+    assert texts["fuse"] == snapshot("""\
+input params[0] -> s4
+input params[1] -> s10
+input x -> s2 as 2 microbatches
+constant index 0 -> s3
+constant index 1 -> s7
+constant literal -> s11
+run main:  -> s0
+run main:  -> s1
+run layer0_fwd[0]: s2 s3 s4 -> s5
+copy stage=0 -> stage=1: s5 => s6
+run layer0_fwd[1]: s2 s7 s4 -> s8
+copy stage=0 -> stage=1: s8 => s9
+run layer1_fwd+layer1_bwd[0]: s6 s10 s11 s1 -> s12 s13 s14
+copy stage=1 -> stage=0: s13 => s15
+run layer0_bwd[0]: s15 s2 s3 s0 -> s16
+run layer1_fwd+layer1_bwd[1]: s9 s10 s12 s14 -> s17 s19 s20
+copy stage=1 -> everywhere: s17 => s18
+copy stage=1 -> stage=0: s19 => s21
+run layer0_bwd[1]: s21 s2 s7 s16 -> s22
+run main: s20 -> s23
+copy stage=1 -> stage=0: s23 => s24
+run main: s22 s24 -> s25
+copy stage=0 -> stage=1: s25 => s26
+run main: s25 s22 s4 -> s27
+run main: s26 s20 s10 -> s28
+return s27 s28 s18\
+""")
+
+
 def test_every_observed_pass_has_a_test(texts: dict[str, str]) -> None:
     assert all(f"test_{name}" in globals() for name in texts)
 

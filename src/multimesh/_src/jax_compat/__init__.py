@@ -21,6 +21,17 @@ _ALL = ("0.10.2", "0.11.2", "0.12.0.1")
 
 ENTRIES = (
     Entry(
+        file="avals.py",
+        names=(
+            "jax._src.config.trace_context, use_simplified_jaxpr_constants",
+            "jax._src.core.pytype_aval_mappings, ShapedArray",
+            "jax._src.array.ArrayImpl, jax._src.random.prng.PRNGKeyArray",
+            "jax._src.util.cache",
+        ),
+        versions=_ALL,
+        without="functions cannot close over arrays on several Explicit meshes",
+    ),
+    Entry(
         file="backends.py",
         names=("jax._src.xla_bridge.backends_are_initialized",),
         versions=_ALL,
@@ -47,6 +58,15 @@ ENTRIES = (
         ),
         versions=_ALL,
         without="nothing works: programs cannot be read",
+    ),
+    Entry(
+        file="jit_hook.py",
+        names=(
+            "jax._src.pjit.jit_p with its impl and params, jax._src.sharding_impls.UNSPECIFIED",
+            "jax._src.core.trace_state_clean, jax.stages.Traced._consts",
+        ),
+        versions=_ALL,
+        without="mjit functions cannot be transformed eagerly",
     ),
     Entry(
         file="manual.py",
