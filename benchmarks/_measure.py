@@ -96,7 +96,7 @@ def print_table(title: str, rows: Mapping[str, Mapping[str, Timing]], base: str)
     table = Table(title=title, box=box.SIMPLE)
     table.add_column("case", no_wrap=True)
     table.add_column("what", no_wrap=True)
-    for column in ("min ms", "median", "CPU ms", "/ min", "/ median", "by round"):
+    for column in ("min ms", "med. ms", "CPU ms", "of min", "of med.", "paired"):
         table.add_column(column, justify="right", no_wrap=True)
     for case, timings in rows.items():
         floor = timings[base]

@@ -110,9 +110,11 @@ def main() -> None:
     rows, steps = {}, ""
     for sizes in SUBMESHES:
         step, floor, steps = prepare(sizes, args.schedule)
-        case = f"{sizes[0]}x{sizes[1]} devices a stage"
+        case = f"{sizes[0]}x{sizes[1]}"
         rows[case] = measure({"floor": floor, "step": step}, num_rounds=args.rounds)
-    title = f"dispatch, {NUM_STAGES} stages x {NUM_MICROBATCHES} microbatches: {steps}"
+    title = (
+        f"dispatch, {NUM_STAGES} stages x {NUM_MICROBATCHES} microbatches by data x model: {steps}"
+    )
     print_table(title, rows, "floor")
 
 
