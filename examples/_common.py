@@ -1,4 +1,4 @@
-"""What the examples share: `--check`, which runs the same steps by plain `jax.jit`."""
+"""What the examples share: tables of a program, and `--check` against plain `jax.jit`."""
 
 import sys
 from pathlib import Path
@@ -6,6 +6,8 @@ from pathlib import Path
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from rich import box
+from rich.table import Table
 
 NUM_CHECKED_STEPS = 5
 
@@ -70,3 +72,18 @@ class Check:
             f"within bounds of plain jax.jit ({self.num_bitwise} of {self.num_arrays} arrays are "
             f"equal bit for bit); largest later difference of a loss {self.largest_later:.2e}"
         )
+
+
+def print_program(console, program):
+    """Prints what the step was cut into; `rich.print(program)` shows more."""
+    tasks = Table("task", "kind", "stage", "submesh", "runs a step", title="tasks", box=box.SIMPLE)
+    for task in program.tasks:
+        stage = str(task.stage) if task.stage >= 0 else "-"
+        tasks.add_row(task.label, task.kind, stage, task.submesh, str(task.num_runs))
+    reshards = Table(
+        "value", "type", "edge", "copies a step", "bytes", title="reshards", box=box.SIMPLE
+    )
+    for move in program.reshards:
+        row = (move.value, move.type, move.edge, str(move.copies), str(move.bytes))
+        reshards.add_row(*row)
+    console.print(tasks, reshards)

@@ -51,7 +51,7 @@ class Attention(nn.Module):
 
     @nn.compact
     def __call__(self, x, cache, start):
-        """x [batch, length, width] -> the same shape, and the cache with the new keys and values."""
+        """x [batch, length, width] -> the same shape, and the cache with what is new."""
         config = self.config
         heads = (*x.shape[:2], config.num_heads, config.width // config.num_heads)
 
@@ -125,7 +125,7 @@ def init_params(config, key):
 
 
 def loss_fn(config, params, text, dropout_key=None):
-    """Mean cross entropy (nats a byte) of `text` int[batch, length + 1] given what stands before."""
+    """Mean cross entropy (nats a byte) of `text` int[batch, length + 1], byte after byte."""
     rngs = None if dropout_key is None else {"dropout": dropout_key}
     model = GPT(config, train=dropout_key is not None)
     logits, _ = model.apply({"params": params}, text[:, :-1], rngs=rngs)

@@ -20,12 +20,10 @@ import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 import optax  # noqa: E402
-from _common import Check  # noqa: E402
+from _common import Check, print_program  # noqa: E402
 from jax.sharding import Mesh, PartitionSpec as P  # noqa: E402
-from rich import box  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.progress import Progress, TextColumn  # noqa: E402
-from rich.table import Table  # noqa: E402
 from sklearn.datasets import load_digits  # noqa: E402
 
 from multimesh.jax import (  # noqa: E402
@@ -143,21 +141,6 @@ def train(args, console):
         check.report(console)
     predicted = np.asarray(predict(state[0], test["image"]))
     return float((predicted == test["label"]).mean())
-
-
-def print_program(console, program):
-    """Prints what the step was cut into; `rich.print(program)` shows more."""
-    tasks = Table("task", "kind", "stage", "submesh", "runs a step", title="tasks", box=box.SIMPLE)
-    for task in program.tasks:
-        stage = str(task.stage) if task.stage >= 0 else "-"
-        tasks.add_row(task.label, task.kind, stage, task.submesh, str(task.num_runs))
-    reshards = Table(
-        "value", "type", "edge", "copies a step", "bytes", title="reshards", box=box.SIMPLE
-    )
-    for move in program.reshards:
-        row = (move.value, move.type, move.edge, str(move.copies), str(move.bytes))
-        reshards.add_row(*row)
-    console.print(tasks, reshards)
 
 
 def main():

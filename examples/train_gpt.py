@@ -20,13 +20,14 @@ init(cpus=8)
 import jax  # noqa: E402
 import numpy as np  # noqa: E402
 import optax  # noqa: E402
-from _common import Check  # noqa: E402
+from _common import Check, print_program  # noqa: E402
 from _gpt import Config, Text, empty_cache, init_params, loss_fn, make_generate  # noqa: E402
 from jax.sharding import AxisType  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.progress import Progress, TextColumn  # noqa: E402
 
 from multimesh.jax import MultiMesh, Task, microbatch, mjit  # noqa: E402
+from multimesh.jax.schedules import grid  # noqa: E402
 
 NUM_MICROBATCHES = 8
 NUM_SAMPLES = 2
@@ -154,7 +155,9 @@ def run(args, console):
     if check:
         check.report(console)
 
-    console.print(step.lower(state, batch).explain())
+    lowered = step.lower(state, batch)
+    print_program(console, lowered.program)
+    console.print(grid(lowered.schedule, width=console.width, color=False), highlight=False)
     held_out = [text.batch(args.batch, args.context, held_out=True) for _ in range(8)]
     loss = np.mean([float(evaluate(state["params"], batch)) for batch in held_out])
     prompt = PROMPT[: args.context // 2]

@@ -116,8 +116,6 @@ def zeros(*shape: int, dtype: Any = "float32") -> Any:
     return jax.ShapeDtypeStruct(shape, np.dtype(dtype))
 
 
-
-
 # --- the program of the text tests ---------------------------------------------------------------
 
 

@@ -83,9 +83,7 @@ def test_slices_and_stacks_are_written_out() -> None:
 
 def test_weak_types_survive_equations_of_our_own() -> None:
     def step(params: Any, x: Any) -> Any:
-        return lax.fori_loop(
-            0, 2, lambda i, c: (two_layers(params, c[0]), i), (x, jnp.int32(9))
-        )
+        return lax.fori_loop(0, 2, lambda i, c: (two_layers(params, c[0]), i), (x, jnp.int32(9)))
 
     flat = simplified(pipeline(2), step, [SQUARE, SQUARE], SQUARE)
     index = flat.results[1]

@@ -1,5 +1,6 @@
 """Homes of arguments, order of runs, carried values, and copies where places differ."""
 
+import itertools
 from typing import Any
 
 import jax
@@ -196,8 +197,8 @@ def train(schedule: str) -> Any:
 
 
 ORDERS = {
-    "gpipe": "F0 F1 F2 B0 B1 B2 f0 f1 f2 b0 b1 b2".split(),
-    "1f1b": "F0 F1 B0 F2 B1 B2 f0 b0 f1 b1 f2 b2".split(),
+    "gpipe": ("F0 F1 F2 B0 B1 B2", "F0 F1 F2 B0 B1 B2"),
+    "1f1b": ("F0 F1 B0 F2 B1 B2", "F0 B0 F1 B1 F2 B2"),
 }
 
 
@@ -205,15 +206,10 @@ ORDERS = {
 def test_a_schedule_orders_the_runs_of_each_submesh(schedule: str) -> None:
     made, _ = cut(pipeline(2), train(schedule), PAIR, (zeros(6, 8), zeros(6, 8)), fuse="never")
     check_plan(made.plan)
-    for stage in (0, 1):
+    for stage, order in enumerate(ORDERS[schedule]):
         own = [name for name in runs(made.plan) if name.startswith(f"layer{stage}_")]
-        letters = "FB" if stage == 0 else "fb"
-        wanted = [
-            f"layer{stage}_{'fwd' if order[0] == letters[0] else 'bwd'}[{order[1]}]"
-            for order in ORDERS[schedule]
-            if order[0] in letters
-        ]
-        assert own == wanted
+        names = {"F": f"layer{stage}_fwd", "B": f"layer{stage}_bwd"}
+        assert own == [f"{names[action[0]]}[{action[1]}]" for action in order.split()]
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "eager-1f1b"])
@@ -225,7 +221,7 @@ def test_accumulators_pass_from_run_to_run(schedule: str) -> None:
             for step in made.plan.steps
             if isinstance(step, Run) and step.task == f"layer{stage}_bwd"
         ]
-        for before, after in zip(found, found[1:], strict=False):
+        for before, after in itertools.pairwise(found):
             assert len(set(before.outputs) & set(after.inputs)) == 1
         assert set(found[-1].outputs) & set(made.plan.outputs)
 

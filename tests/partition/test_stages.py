@@ -88,9 +88,7 @@ def test_a_second_visit_of_a_submesh_is_a_stage_of_its_own() -> None:
 
 
 def test_a_task_joins_the_last_stage_that_it_can() -> None:
-    given = tasks(
-        ("a", "F", 0, "x", "a"), ("b", "F", 1, "a", "b"), ("side", "F", 0, "y", "s")
-    )
+    given = tasks(("a", "F", 0, "x", "a"), ("b", "F", 1, "a", "b"), ("side", "F", 0, "y", "s"))
     assert stages_of(find_stages(given, {}, submeshes((0,), (1,)))) == ["a:0", "b:1", "side:0"]
 
 
@@ -107,9 +105,7 @@ def test_stages_are_numbered_by_changes_of_submesh_then_program_order() -> None:
 
 
 def test_given_stages_come_first_and_their_gaps_are_closed() -> None:
-    given = tasks(
-        ("a", "F", 0, "x", "a"), ("b", "F", 1, "a", "b"), ("c", "F", 0, "b", "c")
-    )
+    given = tasks(("a", "F", 0, "x", "a"), ("b", "F", 1, "a", "b"), ("c", "F", 0, "b", "c"))
     found = find_stages(given, {0: 2, 1: 5, 2: 7}, submeshes((0,), (1,)))
     assert stages_of(found) == ["a:0", "b:1", "c:2"]
     found = find_stages(given, {1: 4}, submeshes((0,), (1,)))
@@ -117,9 +113,7 @@ def test_given_stages_come_first_and_their_gaps_are_closed() -> None:
 
 
 def test_given_stages_that_form_a_cycle_are_an_error() -> None:
-    given = tasks(
-        ("a", "F", 0, "x", "a"), ("b", "F", 1, "a", "b"), ("c", "F", 0, "b", "c")
-    )
+    given = tasks(("a", "F", 0, "x", "a"), ("b", "F", 1, "a", "b"), ("c", "F", 0, "b", "c"))
     with pytest.raises(PartitionError, match="given stages form a cycle: task `c` of stage") as e:
         find_stages(given, {0: 0, 1: 1, 2: 0}, submeshes((0,), (1,)))
     assert "model.py:3" in str(e.value)
@@ -133,9 +127,7 @@ def test_a_stage_on_two_submeshes_is_an_error() -> None:
 
 
 def test_the_full_mesh_between_slices_has_a_row_of_its_own() -> None:
-    given = tasks(
-        ("a", "F", 0, "x", "a"), ("all", "F", 1, "a", "b"), ("c", "F", 2, "b", "c")
-    )
+    given = tasks(("a", "F", 0, "x", "a"), ("all", "F", 1, "a", "b"), ("c", "F", 2, "b", "c"))
     found = find_stages(given, {}, submeshes((0,), (0, 1), (1,)))
     assert stages_of(found) == ["a:0", "all:-1", "c:1"]
     (row,) = [node for node in found.graph.nodes if isinstance(node, OutsideTask)]
@@ -223,7 +215,7 @@ def test_a_mixture_of_operations_is_a_state() -> None:
 
 def test_what_is_read_inside_is_a_state_and_what_is_only_replaced_is_last() -> None:
     def body(params: Any, carry: Any, x: Any) -> Any:
-        now, before, total = carry
+        now, _before, total = carry
         with layer(0):
             x = (x + now) @ params[0]
         with layer(1):

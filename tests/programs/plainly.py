@@ -16,14 +16,15 @@ Tree = Any
 
 
 def pipeline(
-    num_stages: int, width: int = 1, *, give_stages: int = 0, schedule: Any = None
+    num_stages: int, width: int = 1, *, give_stages: int = 0, halves: bool = False
 ) -> MultiMesh:
     """A MultiMesh on which `layer<i>` runs on `stage = i % num_stages`, of `width` devices each.
 
-    With `give_stages`, layer i also says `Task.stage = i % give_stages`.
+    With `give_stages`, layer i also says `Task.stage = i % give_stages`; with `halves`, tasks say
+    that their backward may be split.
     """
     devices = np.array(jax.devices()[: num_stages * width]).reshape(num_stages, width)
-    multi = MultiMesh(global_mesh=Mesh(devices, ("stage", "data")), schedule=schedule)
+    multi = MultiMesh(global_mesh=Mesh(devices, ("stage", "data")))
 
     def of_layer(name: str, backprop: bool) -> Task:
         layer = int(name.removeprefix("layer"))
@@ -31,6 +32,7 @@ def pipeline(
             name=name + ("_bwd" if backprop else "_fwd"),
             mesh_slice={"stage": layer % num_stages},
             stage=layer % give_stages if give_stages else None,
+            split_backprop=("_dx", "_dw") if halves else None,
         )
 
     multi.register_task(r"layer\d+", callback=of_layer)

@@ -423,3 +423,38 @@ def test_whole_batch_is_carried_around():
         return lax.scan(body, (x, x + 1, jnp.zeros_like(x)), None, length=3)[0]
 
     check(pipeline(2), step, weights(2), X)
+
+
+def test_carries_go_around_in_a_loop_inside_a_loop():
+    """What replaces a loop's result may be replaced itself by the loop around it."""
+
+    def step(params, xs):
+        def outer(h, x):
+            def inner(carry, y):
+                a, b, c = carry
+                return (c, a, b), two_layers(params, y + a).sum()
+
+            carry, sums = lax.scan(inner, (h, h + 1, h + 2), x)
+            return carry[0] * 0.5, (sums, mlp(params[:2], carry[-1]))
+
+        return lax.scan(outer, jnp.ones((2, 4)), xs)
+
+    check(pipeline(2), step, weights(2), normal(2, 3, 2, 4))
+
+
+def test_fixed_and_counted_carries_of_nested_loops():
+    def step(params, x):
+        def outer(i, carry):
+            h, count, fixed = carry
+
+            def inner(j, carry):
+                h, count, fixed = carry
+                return two_layers(params, h) + count + fixed.sum() * j, count, fixed
+
+            h, same, fixed = lax.fori_loop(0, 2, inner, (h, count, fixed))
+            return h, same + 1, fixed
+
+        h, count, fixed = lax.fori_loop(0, 3, outer, (x, jnp.float32(0), jnp.ones((40,))))
+        return two_layers(params, h + count), count, fixed
+
+    check(pipeline(2), step, weights(2), X)

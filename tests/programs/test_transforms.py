@@ -200,3 +200,17 @@ def test_index_of_the_microbatch():
         return microbatch(forward, 0, 2, argnum=1, with_index=True, reduce="stack")(params, batch)
 
     check(pipeline(2), step, weights(2), (X, Y))
+
+
+@pytest.mark.parametrize("schedule", [None, "zb-h1"])
+def test_remat_with_halved_backward(schedule):
+    """A recomputed stage's backward belongs to that stage, not to the last of its submesh."""
+
+    def loss(params, batch):
+        x, y = batch
+        x = jax.checkpoint(mlp)(params, x)
+        return jnp.mean((x - y) ** 2)
+
+    num_layers = 3 if schedule is None else 2
+    step = train(loss, schedule=schedule)
+    check_steps(pipeline(2, halves=True), step, weights(num_layers), (X, Y))

@@ -10,7 +10,7 @@ from inline_snapshot import snapshot
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rich.console import Console
 
-from multimesh.jax import MultiMesh, Task, microbatch, mjit
+from multimesh.jax import MultiMesh, Task, context, microbatch, mjit
 from tests.staging import models
 
 
@@ -52,8 +52,8 @@ def lowered():
 
 def test_text_of_a_pipelined_step(lowered):
     assert str(lowered.explain()) == snapshot("""\
-step: 8 tasks on 2 submeshes, 8 programs.
-One call: 16 runs of tasks, 7 copies with 7 values, 196 B between devices.
+step: 7 tasks on 2 submeshes, 7 programs.
+One call: 13 runs of tasks, 7 copies with 7 values, 196 B between devices.
 
 Submeshes
   submesh  devices   axes  arguments  work a call
@@ -62,26 +62,27 @@ Submeshes
   stage=1  device 1  -         160 B     763 FLOP
 
 Tasks
-  task        action  submesh  runs  work a run     reads    makes  arguments  in place
-  ----------  ------  -------  ----  ----------  --------  -------  ---------  --------
-  main        -       stage=0     1      0 FLOP    0, 0 B  1, 64 B     0, 0 B         0
-  main#2      -       stage=1     1      0 FLOP    0, 0 B  1, 64 B     0, 0 B         0
-  layer0_fwd  0F      stage=0     3     72 FLOP  3, 164 B  1, 32 B   2, 160 B         0
-  layer1_fwd  1F      stage=1     3     89 FLOP  5, 200 B   1, 4 B   2, 160 B         1
-  layer1_bwd  1BW     stage=1     3    160 FLOP  5, 260 B  2, 96 B   2, 160 B         2
-  layer0_bwd  0BW     stage=0     3     88 FLOP  4, 196 B  1, 64 B    1, 96 B         1
-  main#3      -       stage=0     1     16 FLOP  2, 128 B  1, 64 B    1, 64 B         1
-  main#4      -       stage=1     1     16 FLOP  2, 128 B  1, 64 B    1, 64 B         1
+  task                   action  submesh  runs  work a run     reads     makes  arguments  in place
+  ---------------------  ------  -------  ----  ----------  --------  --------  ---------  --------
+  main                   -       stage=0     1      0 FLOP    0, 0 B   1, 64 B     0, 0 B         0
+  main#2                 -       stage=1     1      0 FLOP    0, 0 B   1, 64 B     0, 0 B         0
+  layer0_fwd             0F      stage=0     3     72 FLOP  3, 164 B   1, 32 B   2, 160 B         0
+  layer1_fwd+layer1_bwd  1F+BW   stage=1     3    249 FLOP  6, 264 B  3, 100 B   2, 160 B         3
+  layer0_bwd             0BW     stage=0     3     88 FLOP  4, 196 B   1, 64 B    1, 96 B         1
+  main#3                 -       stage=0     1     16 FLOP  2, 128 B   1, 64 B    1, 64 B         1
+  main#4                 -       stage=1     1     16 FLOP  2, 128 B   1, 64 B    1, 64 B         1
   arguments: those of the reads that are arguments of the function; in place: results written
   over what the task reads. Sizes are of whole arrays, operations are estimates. `main` is what
   stands in no scope of a task.
 
 Reshards (in one call)
-  value                type          from -> to             read by                 copies  bytes
-  -------------------  ------------  ---------------------  ----------------------  ------  -----
-  layer0_fwd output 0  float32[2,4]  stage=0 -> stage=1     layer1_fwd, layer1_bwd       3   96 B
-  layer1_bwd output 0  float32[2,4]  stage=1 -> stage=0     layer0_bwd                   3   96 B
-  layer1_fwd output 0  float32[]     stage=1 -> everywhere  result[1]                    1    4 B
+  value                type          from -> to             read by                copies  bytes
+  -------------------  ------------  ---------------------  ---------------------  ------  -----
+  layer0_fwd output 0  float32[2,4]  stage=0 -> stage=1     layer1_fwd+layer1_bwd       3   96 B
+  layer1_fwd +         float32[2,4]  stage=1 -> stage=0     layer0_bwd                  3   96 B
+  layer1_bwd output 1
+  layer1_fwd +         float32[]     stage=1 -> everywhere  result[1]                   1    4 B
+  layer1_bwd output 0
   bytes: what the target devices lack; 0 B is a view of what lies there already.
 
 Arguments
@@ -109,7 +110,7 @@ def test_rich_shows_the_same_facts(lowered):
     console = Console(file=io.StringIO(), width=100, color_system=None)
     console.print(lowered.explain())
     shown = console.file.getvalue()
-    for word in ("layer0_fwd", "1BW", "device 0", "params[1]", "first call", "0BW1"):
+    for word in ("layer0_fwd", "1F+BW", "device 0", "params[1]", "first call", "0BW1"):
         assert word in shown, word
     assert max(map(len, shown.splitlines())) <= 100
 
@@ -120,22 +121,33 @@ def test_text_has_no_terminal_codes(lowered):
 
 def test_tasks(lowered):
     tasks = {task.label: task for task in lowered.program.tasks}
-    forward, backward = tasks["layer1_fwd"], tasks["layer1_bwd"]
-    assert (forward.kind, forward.stage, forward.submesh) == ("F", 1, "stage=1")
-    assert forward.num_runs == 3
-    assert set(forward.parameters) == {"batch[1]", "params[1]"}
-    assert forward.parameter_bytes == 4 * (24 + 16)
-    assert forward.flops >= 2 * 2 * 4 * 4
-    assert backward.num_in_place >= 1, "the gradient accumulates in place"
+    first, last = tasks["layer0_fwd"], tasks["layer1_fwd+layer1_bwd"]
+    assert (first.kind, first.stage, first.submesh) == ("F", 0, "stage=0")
+    assert (last.kind, last.stage, last.submesh) == ("F+BW", 1, "stage=1")
+    assert first.num_runs == last.num_runs == 3
+    assert set(last.parameters) == {"batch[1]", "params[1]"}
+    assert last.parameter_bytes == 4 * (24 + 16)
+    assert first.flops >= 2 * 2 * 4 * 4
+    assert last.num_in_place >= 2, "the gradient and the loss accumulate in place"
+    assert first.origin.startswith(__file__)
+
+
+def test_tasks_that_are_not_fused():
+    with make_multi_mesh(), context(enable_task_fusion="never"):
+        report = mjit(step).lower(PARAMS, BATCH).explain()
+    kinds = {task.label: task.kind for task in report.tasks if task.stage == 1}
+    assert kinds == {"layer1_fwd": "F", "layer1_bwd": "BW"}
+    assert any(r.target == "layer1_fwd, layer1_bwd" for r in report.reshards)
 
 
 def test_reshards_are_one_activation_and_one_gradient_per_microbatch(lowered):
     found = {(r.source, r.target, r.edge): (r.copies, r.bytes) for r in lowered.program.reshards}
     rows = 3 * 2 * 4 * 4  # microbatches * rows * columns * bytes
+    last = "layer1_fwd+layer1_bwd"
     assert found == {
-        ("layer0_fwd", "layer1_fwd, layer1_bwd", "stage=0 -> stage=1"): (3, rows),
-        ("layer1_bwd", "layer0_bwd", "stage=1 -> stage=0"): (3, rows),
-        ("layer1_fwd", "result[1]", "stage=1 -> everywhere"): (1, 4),
+        ("layer0_fwd", last, "stage=0 -> stage=1"): (3, rows),
+        (last, "layer0_bwd", "stage=1 -> stage=0"): (3, rows),
+        (last, "result[1]", "stage=1 -> everywhere"): (1, 4),
     }
 
 

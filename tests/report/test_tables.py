@@ -26,6 +26,8 @@ def test_amount(number, text):
         (["p[0][0]", "p[0][1]", "p[1][1]"], ("p[0][0]", "p[0][1]", "p[1][1]")),
         (["l1", "l3", "l5"], ("l1", "l3", "l5")),
         (["l8", "l9", "l10", "l11"], ("l8 ... l11",)),
+        (["l1", "l2", "l3", "l2", "l1"], ("l1 ... l3", "l2", "l1")),
+        (["f7", "f8", "f9", "b9", "b8", "b7"], ("f7 ... f9", "b9 ... b7")),
     ],
 )
 def test_shorten(names, short):
@@ -43,6 +45,12 @@ def test_long_lists_of_names_are_wrapped_between_names():
     assert text.splitlines()[3].split()[-1] == "12"
     assert all(name in text for name in names)
     assert max(map(len, text.splitlines())) < 50
+
+
+def test_long_names_of_fused_tasks_are_shortened_and_wrapped():
+    fused = "+".join([f"layer{n}_forward" for n in range(8)] + ["layer7_b", "layer6_b"])
+    lines = Table("Title", ("task",), (((fused,),),)).as_text().splitlines()[3:]
+    assert lines == ["  layer0_forward ... layer7_forward +", "  layer7_b + layer6_b"]
 
 
 def test_unique_labels():

@@ -1,7 +1,7 @@
 """The program: tasks bound to submeshes, and loops of tasks, ordered by dataflow only."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 from jax.extend.core import ClosedJaxpr
@@ -37,7 +37,11 @@ class TaskNode:
 
 @dataclass(frozen=True, slots=True)
 class LoopNode:
-    """A loop whose tasks run `length` times. `microbatch` says that a schedule may order them."""
+    """A loop whose tasks run `length` times. `microbatch` says that a schedule may order them.
+
+    `spread` is for accumulators of rotating tasks: the carry, by iteration, that a carried variable
+    stands for.
+    """
 
     index: int
     length: int
@@ -46,6 +50,7 @@ class LoopNode:
     tasks: tuple["ProgramStep", ...]
     marker: str
     microbatch: bool
+    spread: Mapping[Var, tuple[Var, ...]] = field(default_factory=dict[Var, tuple[Var, ...]])
 
     @property
     def outputs(self) -> tuple[Var, ...]:

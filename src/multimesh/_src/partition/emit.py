@@ -148,8 +148,8 @@ class Emitter:
         """Appends a run, with copies of what it reads before it and of what others read after."""
         task = event.task
         copies: dict[tuple[int, int], list[Any]] = {}
-        in_places = [self.place_on(var, task.submesh) for var in task.inputs]
-        out_places = [self.place_on(var, task.submesh) for var in task.outputs]
+        in_places = [self.place_on(var, event.submesh) for var in task.inputs]
+        out_places = [self.place_on(var, event.submesh) for var in task.outputs]
         inputs = tuple(
             self.provide(item, place, copies)
             for item, place in zip(event.inputs, in_places, strict=True)
@@ -174,10 +174,10 @@ class Emitter:
         task = event.task
         in_specs = tuple(spec for _, spec in in_places)
         out_specs = tuple(spec for _, spec in out_places)
-        key = (id(task.body), task.submesh, in_specs, out_specs)
+        key = (id(task.body), event.submesh, in_specs, out_specs)
         if key not in self.numbers:
             self.numbers[key] = len(self.executables)
-            submesh = self.program.submeshes[task.submesh]
+            submesh = self.program.submeshes[event.submesh]
             self.executables.append(Executable(task.name, task.body, submesh, in_specs, out_specs))
         return self.numbers[key]
 
@@ -239,7 +239,7 @@ def _targets(
 ) -> dict[Any, list[Place]]:
     """Where each made value is wanted besides where it is made, in order of first use."""
     made = {
-        item: emitter.place_on(item.var, event.task.submesh)
+        item: emitter.place_on(item.var, event.submesh)
         for event in events
         for item in event.outputs
     }
@@ -253,7 +253,7 @@ def _targets(
 
     for event in events:
         for item, var in zip(event.inputs, event.task.inputs, strict=True):
-            want(item, emitter.place_on(var, event.task.submesh))
+            want(item, emitter.place_on(var, event.submesh))
     for item, place in results:
         want(item, place)
     return targets

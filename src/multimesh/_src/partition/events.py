@@ -9,12 +9,13 @@ the order in which their tasks run, all else goes from iteration to iteration.
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
 from multimesh._src.ir.flat import Carry, Lit, Operand, Var
 from multimesh._src.ir.program import LoopNode, ProgramStep, TaskNode, all_loops
+from multimesh._src.ir.submesh import Submesh
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +38,10 @@ Item: TypeAlias = Instance | LoopIndex | Lit
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One run of a task. `iteration` is that of the innermost loop, -1 outside loops."""
+    """One run of a task on a submesh. `iteration` is that of the innermost loop, -1 outside."""
 
     task: TaskNode
+    submesh: int
     inputs: tuple[Item, ...]
     outputs: tuple[Instance, ...]
     iteration: int
@@ -62,6 +64,7 @@ class _Walk:
     """The state of the walk: what loop variables stand for, and how deep variables are made."""
 
     runs_of: Mapping[int, Runs]
+    submeshes: Sequence[Submesh]
     events: list[Event] = field(default_factory=list)
     current: dict[Var, Item] = field(default_factory=dict)
     depth: dict[Var, int] = field(default_factory=dict)
@@ -78,7 +81,8 @@ class _Walk:
         self.depth.update(dict.fromkeys(task.outputs, len(iterations)))
         outputs = tuple(Instance(var, iterations) for var in task.outputs)
         iteration = iterations[-1] if iterations else -1
-        self.events.append(Event(task, inputs, outputs, iteration, group))
+        submesh = self.submeshes[task.submesh].at(iteration)
+        self.events.append(Event(task, submesh, inputs, outputs, iteration, group))
 
     def steps(self, steps: tuple[ProgramStep, ...], iterations: tuple[int, ...]) -> None:
         for step in steps:
@@ -115,7 +119,13 @@ class _Walk:
         inits = {carry.inside: self.current[carry.inside] for carry in loop.carries}
         chained = _chained(loop)
         by_inside = {carry.inside: carry for carry in loop.carries}
-        others = tuple(carry for carry in loop.carries if carry.next not in chained)
+        whole_of = {part: whole for whole, parts in loop.spread.items() for part in parts}
+        spread = {c.next: whole_of[c.inside] for c in loop.carries if c.inside in whole_of}
+        others = tuple(
+            carry
+            for carry in loop.carries
+            if carry.next not in chained and carry.next not in spread
+        )
 
         def value(carry: Carry, iteration: int) -> Item:
             """What is carried into an iteration, whenever that runs."""
@@ -133,8 +143,14 @@ class _Walk:
             for carry in others:
                 if carry.inside in task.inputs:
                     self.current[carry.inside] = value(carry, iteration)
+            for inside, by_iteration in loop.spread.items():
+                self.current[inside] = self.current[by_iteration[iteration]]
             inner = (*iterations, iteration)
             self.run(task, inner, group)
+            for var in task.outputs:
+                if var in spread:
+                    part = loop.spread[spread[var]][iteration]
+                    self.current[part] = Instance(var, inner)
             made = (var for var in task.outputs if var in chained)
             self.current.update({chained[var]: Instance(var, inner) for var in made})
         ends = {carry.inside: value(carry, loop.length) for carry in others}
@@ -168,6 +184,7 @@ def _chained(loop: LoopNode) -> dict[Var, Var]:
 def walk(
     steps: tuple[ProgramStep, ...],
     results: tuple[Operand, ...],
+    submeshes: Sequence[Submesh],
     runs_of: Callable[[LoopNode], Runs | None],
 ) -> tuple[tuple[Event, ...], tuple[Item, ...]]:
     """Returns all runs of all tasks in order, and what each result is.
@@ -175,8 +192,10 @@ def walk(
     Args:
         steps: The program.
         results: Its results.
+        submeshes: All submeshes; a rotating one stands for another one in every iteration.
         runs_of: The scheduled order of a microbatch loop, None for a sequential one.
     """
-    state = _Walk({step.index: runs for step in all_loops(steps) if (runs := runs_of(step))})
+    runs = {step.index: found for step in all_loops(steps) if (found := runs_of(step))}
+    state = _Walk(runs, submeshes)
     state.steps(steps, ())
     return tuple(state.events), tuple(state.look(operand, ()) for operand in results)

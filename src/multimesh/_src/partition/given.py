@@ -47,8 +47,9 @@ def _submesh_of(sharding: Any, traced: TracedFunction) -> Mesh | None:
 
 def default_submesh(traced: TracedFunction, seeds: Seeds) -> int:
     """Where equations go that nothing places: the first submesh, or all devices without tasks."""
-    if seeds.submeshes:
-        return 0
+    found = next((s.index for s in seeds.submeshes if not s.rotation), None)
+    if found is not None:
+        return found
     mesh = traced.global_mesh or Mesh(_devices(traced.devices), ("x",))
     return seeds.number(mesh, "all devices")
 

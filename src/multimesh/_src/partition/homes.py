@@ -8,17 +8,19 @@ uses it most, else the first. Scalars live everywhere, and so do small arrays th
 submeshes use.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from multimesh._src.ir.flat import Var
 from multimesh._src.ir.program import EVERYWHERE, LoopNode, ProgramStep
+from multimesh._src.ir.submesh import Submesh
 
 
 def find_homes(
     steps: tuple[ProgramStep, ...],
     outside: tuple[Var, ...],
     avals: Mapping[Var, Any],
+    submeshes: Sequence[Submesh],
     placed: Mapping[Var, int],
     max_elements: int,
 ) -> dict[Var, int]:
@@ -28,12 +30,13 @@ def find_homes(
         steps: Tasks and loops.
         outside: Arguments and constants.
         avals: Types of the variables.
+        submeshes: All submeshes; what a rotating one reads and makes counts on those behind it.
         placed: Submeshes on which callers placed arguments.
         max_elements: Arrays up to this size are replicated where several submeshes use them.
     """
     uses: dict[Var, dict[int, int]] = {}
     homes: dict[Var, int] = {}
-    _count(steps, 1, uses, homes)
+    _count(steps, 1, submeshes, uses, homes)
     for var in outside:
         executions = uses.get(var, {})
         if avals[var].ndim == 0 or (avals[var].size <= max_elements and len(executions) > 1):
@@ -50,13 +53,14 @@ def find_homes(
 def _count(
     steps: tuple[ProgramStep, ...],
     executions: int,
+    submeshes: Sequence[Submesh],
     uses: dict[Var, dict[int, int]],
     homes: dict[Var, int],
 ) -> None:
     """Counts executions that read a variable, per submesh; a loop's initial value counts once."""
     for step in steps:
         if isinstance(step, LoopNode):
-            _count(step.tasks, executions * step.length, uses, homes)
+            _count(step.tasks, executions * step.length, submeshes, uses, homes)
             for carry in step.carries:
                 if isinstance(carry.init, int):
                     place = homes.get(carry.next, -2) if isinstance(carry.next, int) else -2
@@ -64,7 +68,9 @@ def _count(
                         counts = uses.setdefault(carry.init, {})
                         counts[place] = counts.get(place, 0) + 1
             continue
-        homes.update(dict.fromkeys(step.outputs, step.submesh))
+        places = submeshes[step.submesh].rotation or (step.submesh,)
+        homes.update(dict.fromkeys(step.outputs, places[0]))
         for var in step.inputs:
             counts = uses.setdefault(var, {})
-            counts[step.submesh] = counts.get(step.submesh, 0) + executions
+            for place in places:
+                counts[place] = counts.get(place, 0) + executions // len(places)

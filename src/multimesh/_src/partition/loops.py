@@ -53,10 +53,13 @@ def simplify_loops(program: FlatProgram, seeds: Seeds, *, hoist: bool = True) ->
     )
     renamed: dict[Var, Operand] = {}
     _simplify_steps(program.steps, builder, renamed, hoist)
-    steps = substitute(tuple(builder.steps), renamed)
     results = tuple(v if isinstance(v, Lit) else renamed.get(v, v) for v in program.results)
     return replace(
-        program, avals=builder.avals, constants=builder.constants, steps=steps, results=results
+        program,
+        avals=builder.avals,
+        constants=builder.constants,
+        steps=tuple(builder.steps),
+        results=results,
     )
 
 
@@ -73,14 +76,16 @@ def _last_serial(steps: tuple[Step, ...]) -> int:
 def _simplify_steps(
     steps: tuple[Step, ...], builder: Builder, renamed: dict[Var, Operand], hoist: bool
 ) -> None:
-    for step in steps:
+    for old in steps:
+        (step,) = substitute((old,), renamed)  # at once: what replaces a value may be replaced next
         if not isinstance(step, Loop):
             builder.steps.append(step)
             continue
         loop = _drop_fixed_carries(step, renamed)
         outer, builder.steps = builder.steps, []
         _simplify_steps(loop.body, builder, renamed, hoist)
-        loop = replace(loop, body=tuple(builder.steps))
+        (loop,) = substitute((replace(loop, body=tuple(builder.steps)),), renamed)
+        assert isinstance(loop, Loop)
         builder.steps = outer
         loop = _extract_counters(loop, builder, renamed)
         if hoist:

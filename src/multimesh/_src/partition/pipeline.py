@@ -136,6 +136,7 @@ def partition(traced: TracedFunction, observe: Observer | None = None) -> Partit
         steps,
         (*flat.arguments, *flat.constants),
         flat.avals,
+        submeshes,
         placed,
         settings.replicate_parameters_smaller_than_num_elements,
     )
@@ -168,7 +169,7 @@ def partition(traced: TracedFunction, observe: Observer | None = None) -> Partit
             return None
         return scheduled_runs(pipelines[loop.index], schedules[loop.index])
 
-    events, results = walk(steps, flat.results, runs_of)
+    events, results = walk(steps, flat.results, submeshes, runs_of)
     wanted_at = result_places(results, program, traced)
     infos = argument_infos(traced, batches)
     plan = emit(program, events, wanted_at, infos, everywhere(traced, submeshes))

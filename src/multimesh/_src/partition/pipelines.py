@@ -12,6 +12,7 @@ from multimesh._src.ir.program import LoopNode, ProgramStep, TaskNode
 from multimesh._src.ir.submesh import Submesh
 from multimesh._src.partition.backward import Numbers, split_backward
 from multimesh._src.partition.carries import CarryKind, classify_carries
+from multimesh._src.partition.rotate import spread_accumulators
 from multimesh._src.partition.stages import Pipeline, find_stages
 
 
@@ -42,14 +43,15 @@ def find_pipelines(
         kinds |= classify_carries(loop, place)
     pipelines: dict[int, Pipeline] = {}
 
-    def visit(step: ProgramStep) -> ProgramStep:
+    def visit(step: ProgramStep) -> tuple[ProgramStep, ...]:
         if isinstance(step, TaskNode):
-            return step
+            return (step,)
         tasks = [inner for inner in step.tasks if isinstance(inner, TaskNode)]
         whole = len(tasks) == len(step.tasks)  # no loop inside touches several submeshes itself
         pipeline = _pipeline_of(step, tasks, kinds, given, submeshes) if whole else None
         if pipeline is None:
-            return replace(step, tasks=tuple(map(visit, step.tasks)))
+            inner = (found for task in step.tasks for found in visit(task))
+            return (replace(step, tasks=tuple(inner)),)
         if splits(step, pipeline):
             split = split_backward(pipeline.tasks, numbers)
             stages = {task.index: task.stage for task in split.tasks if task.stage >= 0}
@@ -57,9 +59,10 @@ def find_pipelines(
             assert halves is not None
             pipeline = replace(halves, whole=split.whole)
         pipelines[step.index] = pipeline
-        return replace(step, tasks=pipeline.tasks, microbatch=True)
+        staged = replace(step, tasks=pipeline.tasks, microbatch=True)
+        return spread_accumulators(staged, submeshes, numbers)
 
-    return tuple(map(visit, steps)), pipelines
+    return tuple(found for step in steps for found in visit(step)), pipelines
 
 
 def _flat_loops(steps: tuple[Step, ...]) -> list[Loop]:

@@ -14,10 +14,11 @@ from typing import Any
 
 from jax.sharding import Mesh
 
+from multimesh._src.errors import MatchError, message
 from multimesh._src.frontend.matching import Match, Matcher
 from multimesh._src.frontend.scopes import scope_of_equation
 from multimesh._src.ir.constraint import constraint_p
-from multimesh._src.ir.flat import Equation, FlatProgram, all_equations
+from multimesh._src.ir.flat import Equation, FlatProgram, Loop, Step, all_equations
 from multimesh._src.ir.scope import Scope
 from multimesh._src.ir.submesh import Submesh
 from multimesh._src.jax_compat import jaxprs
@@ -31,7 +32,7 @@ class Seeds:
     matcher: Matcher
     submeshes: list[Submesh] = field(default_factory=list)
     _numbers: dict[Any, int] = field(default_factory=dict)
-    _inside: dict[tuple[int, Scope], tuple[Match, ...]] = field(default_factory=dict)
+    _inside: dict[tuple[int, Scope, bool], tuple[Match, ...]] = field(default_factory=dict)
     _alive: list[Any] = field(default_factory=list)
 
     def number(self, mesh: Mesh, label: str) -> int:
@@ -46,55 +47,105 @@ class Seeds:
         """The index of the submesh that a match names."""
         return self.number(match.mesh, match.label)
 
-    def of_scope(self, scope: Scope) -> Match | None:
-        """The match of an equation with this scope."""
-        return self.matcher.of_scope(scope)
+    def rotating(self, scope: Scope, length: int) -> int:
+        """The index of the submesh of a task whose place depends on the iteration of its loop.
 
-    def of_equation(self, equation: Equation) -> Match | None:
-        """The match of an equation: of its scope, else of what is inside it."""
+        Raises:
+            MatchError: The submeshes of two iterations differ in their axes.
+        """
+        matches = [self.of_scope(scope, iteration) for iteration in range(length)]
+        found = [match for match in matches if match is not None]
+        for match in found:
+            if match.mesh.shape != found[0].mesh.shape:
+                raise MatchError(
+                    message(
+                        f"task `{match.name}` rotates over submeshes of unlike axes: "
+                        f"`{dict(found[0].mesh.shape)}` and `{dict(match.mesh.shape)}`.",
+                        ways=("let `loop_dependent_mesh_slice` give slices of one size",),
+                    )
+                )
+        rotation = tuple(self.submesh_of(match) for match in found)
+        if len(set(rotation)) == 1:
+            return rotation[0]
+        if rotation not in self._numbers:
+            labels = dict.fromkeys(self.submeshes[index].label for index in rotation)
+            label = f"rotating over {', '.join(labels)}"
+            self._numbers[rotation] = len(self.submeshes)
+            self.submeshes.append(Submesh(len(self.submeshes), label, found[0].mesh, rotation))
+        return self._numbers[rotation]
+
+    def of_scope(self, scope: Scope, iteration: int | None = None) -> Match | None:
+        """The match of an equation with this scope, in an iteration of the loop around it."""
+        match = self.matcher.of_scope(scope, iteration)
+        return None if match is not None and match.scanned else match
+
+    def of_equation(self, equation: Equation, *, in_loop: bool = False) -> Match | None:
+        """The match of an equation: of its scope, else of what is inside it.
+
+        In a loop it is that of the first iteration where the place depends on the iteration.
+        """
         if equation.primitive == "add_any":
             return None  # autodiff gives it the scope of one of its users
-        own = self.of_scope(equation.scope)
+        own = self.of_scope(equation.scope, 0 if in_loop else None)
         if own is not None:
             return own
-        return next(iter(self.inside(equation.eqn, equation.scope)), None)
+        return next(iter(self.inside(equation.eqn, equation.scope, in_loop=in_loop)), None)
 
-    def inside(self, eqn: Any, scope: Scope) -> tuple[Match, ...]:
+    def inside(self, eqn: Any, scope: Scope, *, in_loop: bool = False) -> tuple[Match, ...]:
         """The distinct matches inside the jaxprs of `eqn`, in program order."""
-        key = (id(eqn), scope)
+        key = (id(eqn), scope, in_loop)
         if key not in self._inside:
             self._alive.append(eqn)  # keeps the id from being used again
-            self._inside[key] = tuple(dict.fromkeys(self._walk(eqn, scope)))
+            self._inside[key] = tuple(dict.fromkeys(self._walk(eqn, scope, in_loop)))
         return self._inside[key]
 
     def num_submeshes_inside(self, eqn: Any, scope: Scope) -> int:
-        """How many submeshes the jaxprs of `eqn` touch."""
-        return len({self.submesh_of(match) for match in self.inside(eqn, scope)})
+        """How many submeshes the jaxprs of `eqn` touch; a rotating one counts as two."""
+        matches = self.inside(eqn, scope)
+        rotates = any(match.task.loop_dependent_mesh_slice is not None for match in matches)
+        return len({self.submesh_of(match) for match in matches}) + rotates
 
-    def _walk(self, eqn: Any, scope: Scope) -> Iterator[Match]:
+    def _walk(self, eqn: Any, scope: Scope, in_loop: bool) -> Iterator[Match]:
+        in_loop = in_loop or eqn.primitive.name == "scan"
         for jaxpr in jaxprs.sub_jaxprs(eqn.params):
             for inner in jaxprs.open_jaxpr(jaxpr).eqns:
                 joined = scope.join(scope_of_equation(inner))
-                match = None if inner.primitive.name == "add_any" else self.of_scope(joined)
+                match = (
+                    None
+                    if inner.primitive.name == "add_any"
+                    else self.of_scope(joined, 0 if in_loop else None)
+                )
                 if match is not None:
                     yield match
-                yield from self.inside(inner, joined)
+                yield from self.inside(inner, joined, in_loop=in_loop)
 
 
 def find_seeds(flat: FlatProgram, seeds: Seeds) -> tuple[dict[int, Match], dict[int, int]]:
     """Returns the match of every seed, and the submesh of every seed, by serial."""
     match: dict[int, Match] = {}
     seeded: dict[int, int] = {}
-    for equation in all_equations(flat.steps):
-        found = seeds.of_equation(equation)
+    for equation, length in _with_lengths(flat.steps, 0):
+        found = seeds.of_equation(equation, in_loop=length > 0)
         if found is not None:
             match[equation.serial] = found
-            seeded[equation.serial] = seeds.submesh_of(found)
+            rotates = found.task.loop_dependent_mesh_slice is not None
+            seeded[equation.serial] = (
+                seeds.rotating(equation.scope, length) if rotates else seeds.submesh_of(found)
+            )
         if equation.eqn.primitive is constraint_p and equation.eqn.params["mesh"] is not None:
             mesh = equation.eqn.params["mesh"]
             seeded[equation.serial] = seeds.number(mesh, devices_label(list(mesh.devices.flat)))
             match.pop(equation.serial, None)
     return match, seeded
+
+
+def _with_lengths(steps: tuple[Step, ...], length: int) -> Iterator[tuple[Equation, int]]:
+    """Every equation with the trip count of the innermost loop around it, 0 outside loops."""
+    for step in steps:
+        if isinstance(step, Loop):
+            yield from _with_lengths(step.body, step.length)
+        else:
+            yield step, length
 
 
 def backward_names(

@@ -9,7 +9,7 @@ Stages that `Task.stage` gives exist from the start. Any other forward task join
 its submesh that keeps the graph acyclic, else opens a new one. A backward task belongs to the
 stage on its submesh whose forward makes, or where it recomputes them also reads, most of what it
 reads. In a loop without forward tasks (the transpose of a loop) the backward tasks are numbered as
-forward ones.
+forward ones, given stages from the last to the first.
 """
 
 from collections.abc import Mapping, Sequence
@@ -87,8 +87,8 @@ def find_stages(
 
 
 def _rank_submeshes(tasks: Sequence[TaskNode], submeshes: Sequence[Submesh]) -> set[int]:
-    """Submeshes that may be ranks: disjoint ones, the smaller first."""
-    used = dict.fromkeys(task.submesh for task in tasks)
+    """Submeshes that may be ranks: disjoint ones that stay in place, the smaller first."""
+    used = dict.fromkeys(t.submesh for t in tasks if not submeshes[t.submesh].rotation)
     accepted: set[int] = set()
     taken: set[int] = set()
     for index in sorted(used, key=lambda i: submeshes[i].mesh.size):
@@ -243,9 +243,11 @@ def _renumber(
             first.setdefault(stage, position)
     fixed = {s for i, s in given.items() if s is not None and i in stage_of}
 
+    order = 1 if forward == "F" else -1  # the last stage is the first to go backward
+
     def key(stage: int) -> tuple[int, int, int]:
         if stage in fixed:
-            return (0, stage, 0)
+            return (0, order * stage, 0)
         return (1, depth.get(stage, 0), first.get(stage, 0))
 
     numbers = {stage: n for n, stage in enumerate(sorted(set(stage_of.values()), key=key))}
@@ -289,6 +291,9 @@ def _nodes(
 def _overlapping(
     submesh: int, ranks: tuple[int, ...], rows: Mapping[int, int], submeshes: Sequence[Submesh]
 ) -> tuple[int, ...]:
+    if submeshes[submesh].rotation:
+        return ()  # elsewhere in every iteration: it waits only for its values
+
     def devices(index: int) -> set[int]:
         return {device.id for device in submeshes[index].mesh.devices.flat}
 

@@ -3,7 +3,7 @@
     dir/0_step/0_inline.txt            the flat program after each pass
         0_step/1_simplify_loops.txt
         ...
-        0_step/5_explain.txt           the tables of `explain()`
+        0_step/6_explain.txt           the tables of `explain()`
         0_step/programs/layer0_fwd.stablehlo.txt      with MULTIMESH_DUMP_ALL_PASSES=1
 
 Functions are numbered in the order in which they are partitioned, on top of what the directory has.

@@ -1,60 +1,83 @@
-"""Names of tasks, and which task each run of a plan belongs to.
+"""What a plan runs, under unique names.
 
-    tasks    main @ stage=0   layer0_fwd   main @ stage=1      ->   main   layer0_fwd   main#2
+    run main      run layer0_fwd[0]      run layer1_fwd+layer1_bwd[0]      run main (another one)
+    ->  main      layer0_fwd             layer1_fwd+layer1_bwd             main#2
 
-Labels are unique within a program, so that a reshard can say which task made a value.
+One *unit* is one task of the program, or several that were fused: all runs of one name and one
+executable.
 """
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from multimesh._src.ir.plan import Plan, Run
 from multimesh._src.ir.program import TaskNode
 
+JOINT = "+"
+"""Stands between the names of fused tasks."""
+
 
 @dataclass(frozen=True, slots=True)
-class TaskRuns:
-    """The tasks of a program and the steps of its plan, brought together.
+class Unit:
+    """What runs under one name, and the tasks that it is made of.
 
-    Attributes:
-        tasks: The tasks in program order.
-        labels: Per task its unique name.
-        executables: Per task the number of its executable in the plan, -1 if it never runs.
-        num_runs: Per task how often a call runs it.
-        task_of: Per number of a step that is a run, the position of its task.
+    `first` is its first run; a run of every call is like it.
     """
 
+    label: str
+    name: str
     tasks: tuple[TaskNode, ...]
-    labels: tuple[str, ...]
-    executables: tuple[int, ...]
-    num_runs: tuple[int, ...]
-    task_of: Mapping[int, int]
+    num_runs: int
+    first: Run
 
 
-def find_task_runs(tasks: Sequence[TaskNode], plan: Plan) -> TaskRuns:
-    """Finds the task of every run.
+@dataclass(frozen=True, slots=True)
+class Units:
+    """The units of a plan in the order of their first runs.
 
-    Tasks of one name that share an executable run in turn, in program order.
+    `unit_of` gives, by the number of a step that is a run, the position of its unit.
     """
-    candidates: dict[tuple[str, int, int], list[int]] = defaultdict(list)
-    for position, task in enumerate(tasks):
-        candidates[task.name, id(task.body), task.submesh].append(position)
-    executables, num_runs = [-1] * len(tasks), [0] * len(tasks)
-    seen: dict[tuple[str, int, int], int] = defaultdict(int)
-    task_of: dict[int, int] = {}
+
+    units: tuple[Unit, ...]
+    unit_of: Mapping[int, int]
+
+    def label_of(self, step: int) -> str:
+        """The label of the unit that a step runs."""
+        return self.units[self.unit_of[step]].label
+
+
+def find_units(tasks: Sequence[TaskNode], plan: Plan) -> Units:
+    """Finds what a plan runs."""
+    positions: dict[tuple[str, int], int] = {}
+    firsts: list[Run] = []
+    num_runs: list[int] = []
+    unit_of: dict[int, int] = {}
     for number, step in enumerate(plan.steps):
         if not isinstance(step, Run):
             continue
-        executable = plan.executables[step.executable]
-        key = (step.task, id(executable.body), executable.submesh.index)
-        position = candidates[key][seen[key] % len(candidates[key])]
-        seen[key] += 1
-        task_of[number] = position
-        executables[position] = step.executable
+        position = positions.setdefault((step.task, step.executable), len(firsts))
+        if position == len(firsts):
+            firsts.append(step)
+            num_runs.append(0)
         num_runs[position] += 1
-    labels = unique_labels([task.name for task in tasks])
-    return TaskRuns(tuple(tasks), labels, tuple(executables), tuple(num_runs), task_of)
+        unit_of[number] = position
+    labels = unique_labels([run.task for run in firsts])
+    units = tuple(
+        Unit(label, run.task, _tasks_of(run, plan, tasks), count, run)
+        for label, run, count in zip(labels, firsts, num_runs, strict=True)
+    )
+    return Units(units, unit_of)
+
+
+def _tasks_of(run: Run, plan: Plan, tasks: Sequence[TaskNode]) -> tuple[TaskNode, ...]:
+    executable = plan.executables[run.executable]
+    here = [task for task in tasks if task.submesh == executable.submesh.index]
+    same = [task for task in here if task.name == run.task and task.body is executable.body]
+    if same:
+        return (same[0],)
+    parts = run.task.split(JOINT)
+    found = (next((task for task in here if task.name == part), None) for part in parts)
+    return tuple(task for task in found if task is not None)
 
 
 def unique_labels(names: Sequence[str]) -> tuple[str, ...]:

@@ -12,12 +12,12 @@ from rich.console import Console, ConsoleOptions, RenderResult
 
 from multimesh._src.frontend.tracing import TracedFunction
 from multimesh._src.ir.plan import Copy, Input, Plan
-from multimesh._src.ir.program import EVERYWHERE, LoopNode, Program, all_loops
+from multimesh._src.ir.program import EVERYWHERE, LoopNode, Program, TaskNode, all_loops
 from multimesh._src.jax_compat import jaxprs
 from multimesh._src.partition.assign.cloned import cost_of
 from multimesh._src.partition.pipeline import Partitioned
 from multimesh._src.report import explain
-from multimesh._src.report.labels import TaskRuns, find_task_runs
+from multimesh._src.report.labels import Units, find_units
 from multimesh._src.report.traffic import Reshard, find_reshards, num_bytes, type_text
 from multimesh._src.runtime.buffers import plan_buffers
 from multimesh._src.schedule.simulate import Simulation
@@ -29,12 +29,12 @@ Moved: TypeAlias = Literal["never", "first call", "every call", "unused"]
 
 @dataclass(frozen=True, slots=True)
 class TaskReport:
-    """One task.
+    """One task, or several that are fused into one program.
 
     Attributes:
         label: Its name, from the second task of that name on with `#2`, `#3`, ...
-        name: Its name.
-        kind: `F`, `BW`, or `-` outside of loops.
+        name: Its name; those of fused tasks are joined by `+`.
+        kind: `F`, `B`, `W`, `BW`, or `-` outside of loops; of fused tasks `F+BW`.
         stage: Its stage, -1 where it is no action of a pipeline.
         submesh: The label of its submesh.
         num_runs: How often a call runs it.
@@ -146,59 +146,74 @@ class ProgramReport:
 def make_report(traced: TracedFunction, partitioned: Partitioned) -> ProgramReport:
     """Reports what partitioning made of a function."""
     program, plan = partitioned.program, partitioned.plan
-    runs = find_task_runs(program.tasks, plan)
-    names = dict(zip(program.arguments, (a.name for a in traced.arguments), strict=True))
-    tasks = _tasks(program, plan, runs, names)
+    units = find_units(program.tasks, plan)
+    tasks = _tasks(plan, units)
     arguments = _arguments(traced, program, plan, tasks)
-    simulations = partitioned.schedules
-    loops = [_loop(loop, runs, simulations.get(loop.index)) for loop in all_loops(program.steps)]
     return ProgramReport(
         name=program.name,
         submeshes=_submeshes(program, tasks, arguments),
         tasks=tasks,
-        reshards=find_reshards(plan, runs, tuple(result.name for result in traced.results)),
+        reshards=find_reshards(plan, units, tuple(result.name for result in traced.results)),
         arguments=arguments,
-        loops=tuple(loops),
-        num_executables=len(plan.executables),
+        loops=tuple(
+            LoopReport(loop.length, _names(loop), partitioned.schedules.get(loop.index))
+            for loop in all_loops(program.steps)
+        ),
+        num_executables=len({unit.first.executable for unit in units.units}),
         num_copies=sum(isinstance(step, Copy) for step in plan.steps),
     )
 
 
-def _tasks(
-    program: Program, plan: Plan, runs: TaskRuns, names: dict[int, str]
-) -> tuple[TaskReport, ...]:
+def _names(loop: LoopNode) -> tuple[str, ...]:
+    return tuple(task.name for task in loop.tasks if isinstance(task, TaskNode))
+
+
+def _tasks(plan: Plan, units: Units) -> tuple[TaskReport, ...]:
     donations = plan_buffers(plan).donations
+    arguments = _argument_slots(plan)
     flops: dict[int, int] = {}
     reports = []
-    for position, task in enumerate(runs.tasks):
-        executable = runs.executables[position]
-        if id(task.body) not in flops:
-            flops[id(task.body)] = sum(map(cost_of, jaxprs.open_jaxpr(task.body).eqns))
-        parameters = [var for var in task.inputs if var in names]
+    for unit in units.units:
+        run = unit.first
+        executable = plan.executables[run.executable]
+        if run.executable not in flops:
+            eqns = jaxprs.open_jaxpr(executable.body).eqns
+            flops[run.executable] = sum(map(cost_of, eqns))
+        parameters = [slot for slot in run.inputs if slot in arguments]
         report = TaskReport(
-            label=runs.labels[position],
-            name=task.name,
-            kind=task.kind,
-            stage=task.stage,
-            submesh=program.submeshes[task.submesh].label,
-            num_runs=runs.num_runs[position],
-            executable=executable,
-            flops=flops[id(task.body)],
-            num_inputs=len(task.inputs),
-            input_bytes=_size(program, task.inputs),
-            num_outputs=len(task.outputs),
-            output_bytes=_size(program, task.outputs),
-            parameters=tuple(names[var] for var in parameters),
-            parameter_bytes=_size(program, parameters),
-            num_in_place=len(donations[executable]) if executable >= 0 else 0,
-            origin=task.origin,
+            label=unit.label,
+            name=unit.name,
+            kind="+".join(dict.fromkeys(task.kind for task in unit.tasks)),
+            stage=max((task.stage for task in unit.tasks), default=-1),
+            submesh=executable.submesh.label,
+            num_runs=unit.num_runs,
+            executable=run.executable,
+            flops=flops[run.executable],
+            num_inputs=len(run.inputs),
+            input_bytes=_size(plan, run.inputs),
+            num_outputs=len(run.outputs),
+            output_bytes=_size(plan, run.outputs),
+            parameters=tuple(arguments[slot] for slot in parameters),
+            parameter_bytes=_size(plan, parameters),
+            num_in_place=len(donations[run.executable]),
+            origin=unit.tasks[0].origin if unit.tasks else "",
         )
         reports.append(report)
     return tuple(reports)
 
 
-def _size(program: Program, variables: Sequence[int]) -> int:
-    return sum(num_bytes(program.avals[var]) for var in variables)
+def _argument_slots(plan: Plan) -> dict[int, str]:
+    """The user's names of the arguments that slots hold, copies included."""
+    names = {slot: entry.name for entry in plan.inputs for slot in entry.slots}
+    for step in plan.steps:
+        if isinstance(step, Copy):
+            pairs = zip(step.sources, step.targets, strict=True)
+            names.update((target, names[source]) for source, target in pairs if source in names)
+    return names
+
+
+def _size(plan: Plan, slots: Sequence[int]) -> int:
+    return sum(num_bytes(plan.slots[slot].aval) for slot in slots)
 
 
 # --- arguments -----------------------------------------------------------------------------------
@@ -266,7 +281,7 @@ def _moved(traced: TracedFunction, plan: Plan, entry: Input) -> Moved:
     return "every call"
 
 
-# --- submeshes and loops -------------------------------------------------------------------------
+# --- submeshes -----------------------------------------------------------------------------------
 
 
 def _submeshes(
@@ -283,9 +298,3 @@ def _submeshes(
         )
 
     return tuple(report(submesh.label, submesh.mesh) for submesh in program.submeshes)
-
-
-def _loop(loop: LoopNode, runs: TaskRuns, simulation: Simulation | None) -> LoopReport:
-    label_of = {t.index: label for t, label in zip(runs.tasks, runs.labels, strict=True)}
-    names = tuple(label_of[t.index] for t in loop.tasks if t.index in label_of)
-    return LoopReport(loop.length, names, simulation)

@@ -17,7 +17,9 @@ from rich import box
 from rich.table import Table as RichTable
 from rich.text import Text
 
-NAMES_WIDTH = 36
+from multimesh._src.report.labels import JOINT
+
+NAMES_WIDTH = 28
 """Widest a column of names may be before it is wrapped."""
 
 Cell = str | tuple[str, ...]
@@ -82,16 +84,26 @@ class Table:
 
 
 def _lines(cell: Cell) -> list[str]:
-    """The lines of a cell; names are kept whole."""
+    """The lines of a cell. Names are kept whole, but for long ones of fused tasks."""
     if isinstance(cell, str):
         return [cell]
-    lines: list[str] = []
-    for name in shorten(cell):
-        if lines and len(lines[-1]) + len(name) + 2 <= NAMES_WIDTH:
-            lines[-1] += f", {name}"
-        else:
-            lines[-1:] = [f"{lines[-1]},", name] if lines else [name]
-    return lines or [""]
+    lines = [""]
+    names = shorten(cell)
+    for i, name in enumerate(names):
+        pieces = _pieces(name)
+        pieces[-1] += "," if i < len(names) - 1 else ""
+        for piece in pieces:
+            if lines[-1] and len(lines[-1]) + 1 + len(piece) > NAMES_WIDTH:
+                lines.append("")
+            lines[-1] += f" {piece}" if lines[-1] else piece
+    return lines
+
+
+def _pieces(name: str) -> list[str]:
+    if len(name) <= NAMES_WIDTH:
+        return [name]
+    *parts, last = shorten(name.split(JOINT))
+    return [*(f"{part} {JOINT}" for part in parts), last]
 
 
 def merge_rows(rows: Sequence[tuple[Cell, ...]]) -> tuple[tuple[Cell, ...], ...]:
@@ -104,7 +116,7 @@ def merge_rows(rows: Sequence[tuple[Cell, ...]]) -> tuple[tuple[Cell, ...], ...]
 
 
 def shorten(names: Sequence[str]) -> tuple[str, ...]:
-    """Replaces three or more names that count up by the first and the last one."""
+    """Replaces three or more names that count up or down by the first and the last one."""
     short: list[str] = []
     for run in _runs(names):
         short += run if len(run) < 3 else [f"{run[0]} ... {run[-1]}"]
@@ -112,31 +124,32 @@ def shorten(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def _runs(names: Sequence[str]) -> Iterator[list[str]]:
-    """Cuts names into longest runs in which one number counts up."""
+    """Cuts names into longest runs in which one number counts up or down."""
     run: list[str] = []
-    place = -1
+    last: tuple[int, int] | None = None
     for name in names:
-        step = _counted(run[-1], name) if run else -1
-        if run and step >= 0 and place in (-1, step):
+        step = _counted(run[-1], name) if run else None
+        if step is not None and last in (None, step):
             run.append(name)
-            place = step
+            last = step
             continue
         if run:
             yield run
-        run, place = [name], -1
+        run, last = [name], None
     if run:
         yield run
 
 
-def _counted(before: str, after: str) -> int:
-    """Which of its numbers a name counts up by one; -1 if they differ in another way."""
+def _counted(before: str, after: str) -> tuple[int, int] | None:
+    """Which of its numbers a name counts, and whether by 1 or -1; None if it differs otherwise."""
     one, other = re.split(r"(\d+)", before), re.split(r"(\d+)", after)
     if len(one) != len(other):
-        return -1
+        return None
     differ = [i for i, parts in enumerate(zip(one, other, strict=True)) if parts[0] != parts[1]]
     if len(differ) != 1 or differ[0] % 2 == 0:
-        return -1
-    return differ[0] if int(other[differ[0]]) == int(one[differ[0]]) + 1 else -1
+        return None
+    step = int(other[differ[0]]) - int(one[differ[0]])
+    return (differ[0], step) if step in (1, -1) else None
 
 
 _UNITS = ("", "k", "M", "G", "T", "P")

@@ -17,7 +17,7 @@ from typing import Any
 from jax.sharding import Sharding
 
 from multimesh._src.ir.plan import Copy, Plan, Run, Slot
-from multimesh._src.report.labels import TaskRuns
+from multimesh._src.report.labels import Units
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,16 +50,16 @@ class _Origin:
     source: str
 
 
-def find_reshards(plan: Plan, runs: TaskRuns, result_names: tuple[str, ...]) -> tuple[Reshard, ...]:
+def find_reshards(plan: Plan, units: Units, result_names: tuple[str, ...]) -> tuple[Reshard, ...]:
     """Returns the reshards of one call, in order of their first copy.
 
     Args:
         plan: The plan.
-        runs: The tasks of its runs.
+        units: What it runs.
         result_names: The user's names of the results, as `result[0]`.
     """
-    origins = dict(_origins(plan, runs))
-    readers = _readers(plan, runs, result_names)
+    origins = dict(_origins(plan, units))
+    readers = _readers(plan, units, result_names)
     found: dict[Reshard, list[int]] = {}
     sizes: dict[Any, int] = {}
     for step in plan.steps:
@@ -82,21 +82,21 @@ def find_reshards(plan: Plan, runs: TaskRuns, result_names: tuple[str, ...]) -> 
     )
 
 
-def _origins(plan: Plan, runs: TaskRuns) -> Iterator[tuple[Slot, _Origin]]:
+def _origins(plan: Plan, units: Units) -> Iterator[tuple[Slot, _Origin]]:
     for entry in plan.inputs:
         yield from ((slot, _Origin(entry.name, "argument")) for slot in entry.slots)
     for constant in plan.constants:
         label = plan.slots[constant.slot].label
         yield constant.slot, _Origin(label, "constant")
-    for number, position in runs.task_of.items():
-        step, task = plan.steps[number], runs.labels[position]
+    for number in units.unit_of:
+        step, task = plan.steps[number], units.label_of(number)
         assert isinstance(step, Run)
         for k, slot in enumerate(step.outputs):
             yield slot, _Origin(f"{task} output {k}", task)
 
 
 def _readers(
-    plan: Plan, runs: TaskRuns, result_names: tuple[str, ...]
+    plan: Plan, units: Units, result_names: tuple[str, ...]
 ) -> Mapping[Slot, tuple[str, ...]]:
     """Returns who reads each slot, also by way of further copies: tasks, then results."""
     readers: dict[Slot, dict[str, None]] = defaultdict(dict)
@@ -105,7 +105,7 @@ def _readers(
     for number in reversed(range(len(plan.steps))):
         step = plan.steps[number]
         if isinstance(step, Run):
-            name = runs.labels[runs.task_of[number]]
+            name = units.label_of(number)
             for slot in step.inputs:
                 readers[slot] = {name: None} | readers[slot]
         else:

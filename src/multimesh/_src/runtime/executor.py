@@ -117,12 +117,12 @@ def _check_finite(result: jax.Array, number: int, name: str) -> None:
     for shard in result.addressable_shards:
         data = np.asarray(shard.data)
         if _wants("jax_debug_nans") and np.isnan(data).any():
-            found = "NaN"
+            found = "a NaN"
         elif _wants("jax_debug_infs") and np.isinf(data).any():
-            found = "infinity"
+            found = "an infinity"
         else:
             continue
-        what = f"The {name} made a {found} in its result {number}, `{result.aval.str_short()}`."
+        what = f"The {name} made {found} in its result {number}, `{result.aval.str_short()}`."
         raise NonFiniteError(message(what, ways=(_FINITE_WAY,)))
 
 

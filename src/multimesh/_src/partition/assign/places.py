@@ -31,6 +31,7 @@ class _Table:
     var_place: dict[Var, int] = field(default_factory=dict)
     made_by: dict[Var, Equation] = field(default_factory=dict)
     order: dict[Var, int] = field(default_factory=dict)  # when a variable is made
+    hops: dict[Var, int] = field(default_factory=dict)  # changes of submesh behind a variable
     users: dict[Var, list[Equation]] = field(default_factory=lambda: defaultdict(list))
     wanted: dict[Var, list[int]] = field(default_factory=lambda: defaultdict(list))
     region: dict[Var, int] = field(default_factory=dict)  # serial of the loop it is made in
@@ -120,6 +121,7 @@ def _decide_region(
             _settle(equation, _from_operands(equation, table, scalars, weak), table)
         else:
             _settle(equation, table.place[equation.serial], table)
+        _count_hops(equation, table)
     _settle_carries(table)
     for equation in reversed(equations):
         if equation.serial not in table.place:
@@ -134,6 +136,17 @@ def _settle(equation: Equation, place: int | None, table: _Table) -> None:
     table.place[equation.serial] = place
     if equation.serial not in table.cloned.floating:
         table.var_place.update(dict.fromkeys(equation.outputs, place))
+
+
+def _count_hops(equation: Equation, table: _Table) -> None:
+    place = table.place.get(equation.serial)
+    hops = 0
+    for var in equation.inputs:
+        if not isinstance(var, Lit) and var not in table.weak:
+            there = table.var_place.get(var)
+            moved = there is not None and place is not None and there != place
+            hops = max(hops, table.hops.get(var, 0) + moved)
+    table.hops.update(dict.fromkeys(equation.outputs, hops))
 
 
 def _settle_carries(table: _Table) -> None:
@@ -184,7 +197,8 @@ def _from_operands(equation: Equation, table: _Table, scalars: bool, weak: bool)
     if not voters:
         return None
     seeded_users = _seeded_user_places(equation, table)
-    voters.sort(key=lambda var: table.order.get(var, -1), reverse=True)
+    # made last: furthest along the pipeline, whatever the order of the text
+    voters.sort(key=lambda v: (table.hops.get(v, 0), table.order.get(v, -1)), reverse=True)
     candidates = list(dict.fromkeys([table.var_place[v] for v in voters] + seeded_users))
     result = sum(_bytes(var, table) for var in equation.outputs)
 

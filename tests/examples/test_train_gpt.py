@@ -1,0 +1,30 @@
+"""The GPT trains, is compared with plain JAX, is evaluated and writes text."""
+
+import re
+
+import pytest
+
+from tests.examples.test_examples import run
+
+SMALL = ["--layers", "2", "--width", "32", "--context", "16", "--batch", "16", "--steps", "6"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--tied --check",
+        "--untied --dropout 0.1 --check --schedule gpipe",
+        "--check --explicit --schedule eager-1f1b",
+        "--stages 4 --data 1 --model 2 --layers 4 --check",
+        "--bf16 --dropout 0.1",
+    ],
+)
+def test_gpt_trains_as_plain_jax_does(flags: str) -> None:
+    text = run("examples/train_gpt.py", *SMALL, *flags.split())
+    if "--check" in flags:
+        assert "5 steps are within bounds of plain jax.jit" in " ".join(text.split())
+    assert "stage=0  0F0" in text and "stage=1" in text, "the grid"
+    assert text.count("import o") == 2, "both samples begin with the prompt"
+    losses = dict(re.findall(r"(held-out files|last 10 losses) +(\d\.\d+)", text))
+    assert all(3.5 < float(loss) < 6.5 for loss in losses.values()) and len(losses) == 2
