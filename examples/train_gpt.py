@@ -56,7 +56,7 @@ def make_optimizer(num_steps):
     warm_up = min(40, num_steps // 4)
     rate = optax.warmup_cosine_decay_schedule(1e-4, 6e-3, warm_up, num_steps, 6e-4)
     return optax.chain(
-        optax.clip_by_global_norm(1.0), optax.adamw(rate, b2=0.99, eps=1e-6, weight_decay=1e-2)
+        optax.clip_by_global_norm(1.0), optax.adamw(rate, b2=0.99, eps=1e-5, weight_decay=1e-2)
     )
 
 

@@ -38,7 +38,7 @@ class Setting:
             return {"params": params, "optimizer": optimizer.init(params), "step": np.int32(0)}
 
         with example.make_multi_mesh(args):
-            self.init = jax.jit(init_state)
+            self.init = mjit(init_state)
             self.step = mjit(step, donate_argnums=0)
             self.evaluate = mjit(example.make_eval_step(self.config, ROWS))
             self.generate = mjit(example.make_generate(self.config), donate_argnums=1)
@@ -83,7 +83,7 @@ def test_a_training_step_moves_what_it_must(train_gpt: ModuleType, stages: int, 
     assert sum(loss_and_counters.values()) == 4
     assert set(found.values()) == {1} and {type_ for _, type_ in found} == {"float32[]"}
     edges = {tuple(edge.split(" -> ")) for edge, _ in found}
-    (total_at,) = set.intersection(*map(set, edges))
+    total_at = min(set.intersection(*map(set, edges)))  # with two stages either will do
     others = {f"stage={stage}" for stage in range(stages)} - {total_at}
     assert edges == {(a, total_at) for a in others} | {(total_at, a) for a in others}
 

@@ -2,153 +2,165 @@
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
-
-import jax
 
 from multimesh._src.ir.plan import Copy, Plan, Run, Slot
 from multimesh._src.ir.program import TaskNode
 from multimesh._src.report.labels import find_units
 from multimesh._src.runtime.buffers import reads, writes
 from multimesh._src.schedule.simulate import Simulation
-from multimesh.jax import MultiMesh, Task, TaskMesh, context, mjit
-from tests.core.chain import Cut
+from multimesh.jax import MultiMesh, Task, context, mjit
+from tests.core.chain import Cut, make_multi_mesh
 
-Set: TypeAlias = tuple[int, int]
+SetOf: TypeAlias = tuple[int, int]
 """Stage and microbatch of a residual set."""
+
+
+@dataclass(frozen=True, slots=True)
+class Residuals:
+    """The slots of a residual set, by whether W still reads them.
+
+    A set that lives only inside one program has none.
+    """
+
+    for_b: frozenset[Slot]
+    for_w: frozenset[Slot]
+
+    @property
+    def all(self) -> frozenset[Slot]:
+        return self.for_b | self.for_w
 
 
 @dataclass(slots=True)
 class Watched:
-    """A compiled step of one microbatch loop, with what happens in a call.
+    """One call of a compiled step with one microbatch loop, and what was seen in it.
 
-    `residuals` has the slots of every set, by whether W reads them; sets of a stage whose forward
-    and backward are one program have none.
+    Attributes:
+        plan: Its plan.
+        simulation: Its schedule.
+        tasks: The tasks that each step runs, of those steps that belong to the loop.
+        residuals: Per set its slots.
+        until_b: Per rank the most sets at once, of arrays that only F and B read.
+        until_w: Per rank the most sets at once, of all arrays.
+        in_flight: Per edge the most values that were sent and not yet read.
+        pointers: Where each slot lay.
     """
 
     plan: Plan
     simulation: Simulation
-    donations: Sequence[Any]
-    tasks: dict[int, tuple[TaskNode, ...]]  # of every step that is a run of the loop
-    residuals: dict[tuple[Set, bool], set[Slot]]
-    alive: dict[Slot, weakref.ref]
-    peaks_until_b: Counter = field(default_factory=Counter)
-    peaks_until_w: Counter = field(default_factory=Counter)
-    in_flight: Counter = field(default_factory=Counter)  # the most, per edge
-    _waiting: Counter = field(default_factory=Counter)
-    _edge_of: dict[Slot, str] = field(default_factory=dict)
+    tasks: dict[int, tuple[TaskNode, ...]]
+    residuals: dict[SetOf, Residuals]
+    until_b: Counter = field(default_factory=Counter)
+    until_w: Counter = field(default_factory=Counter)
+    in_flight: Counter = field(default_factory=Counter)
     pointers: dict[Slot, int] = field(default_factory=dict)
+    _arrays: dict[Slot, weakref.ref] = field(default_factory=dict)
+    _begun: list[SetOf] = field(default_factory=list)
+    _sent: dict[Slot, str] = field(default_factory=dict)
 
-    def wrap(self, number: int, call: Callable[..., Any]) -> Callable[..., Any]:
-        """The call of a step, which notes what it makes and counts what lives then."""
+    def wrap(self, number: int, call: Callable[..., Any], targets: tuple[Slot, ...]) -> Any:
+        """The call of a step; notes what it makes and counts what lives then."""
         step = self.plan.steps[number]
 
         def watched(args: Sequence[Any]) -> Sequence[Any]:
             results = call(args)
-            for slot, array in zip(self.targets[number], results, strict=True):
-                self.alive[slot] = weakref.ref(array)
-                if isinstance(array, jax.Array) and array.is_fully_addressable:
-                    self.pointers[slot] = array.addressable_shards[0].data.unsafe_buffer_pointer()
-            if isinstance(step, Copy):
-                self._send(step)
-            else:
-                self._receive(step)
-            self._count(number)
+            for slot, array in zip(targets, results, strict=True):
+                self._arrays[slot] = weakref.ref(array)
+                self.pointers[slot] = _pointer(array)
+            self._note(number, step)
             return results
 
         return watched
 
-    targets: list[tuple[Slot, ...]] = field(default_factory=list)
-
-    def _send(self, step: Copy) -> None:
-        for slot in step.targets:
-            self._edge_of[slot] = step.edge
-            self._waiting[step.edge] += 1
-        self.in_flight[step.edge] = max(self.in_flight[step.edge], self._waiting[step.edge])
-
-    def _receive(self, step: Run) -> None:
+    def _note(self, number: int, step: Run | Copy) -> None:
+        if isinstance(step, Copy):
+            self._sent.update(dict.fromkeys(step.targets, step.edge))
+            waiting = Counter(self._sent.values())
+            self.in_flight[step.edge] = max(self.in_flight[step.edge], waiting[step.edge])
+            return
         for slot in step.inputs:
-            if slot in self._edge_of:
-                self._waiting[self._edge_of.pop(slot)] -= 1
+            self._sent.pop(slot, None)
+        now = {(t.stage, step.iteration) for t in self.tasks.get(number, ()) if t.kind == "F"}
+        self._begun += now
+        self._most(self.until_b, now, lambda found: self.residuals[found].for_b)
+        self._most(self.until_w, now, lambda found: self.residuals[found].all)
 
-    def _count(self, number: int) -> None:
-        until_b: dict[int, set[Set]] = {}
-        until_w: dict[int, set[Set]] = {}
-        placement = self.simulation.graph.placement
-        for task in self.tasks.get(number, ()):  # those that live only inside this run
-            found = (task.stage, self.plan.steps[number].iteration)
-            if task.kind == "F":
-                until_b.setdefault(placement[task.stage], set()).add(found)
-                until_w.setdefault(placement[task.stage], set()).add(found)
-        for (found, for_w), slots in self.residuals.items():
-            if found not in self.begun and found not in until_w.get(placement[found[0]], ()):
-                continue
-            if any(slot in self.alive and self.alive[slot]() is not None for slot in slots):
-                (until_w if for_w else until_b).setdefault(placement[found[0]], set()).add(found)
-                until_w.setdefault(placement[found[0]], set()).add(found)
-        self.begun |= {s for sets in until_w.values() for s in sets}
-        for counts, sets in ((self.peaks_until_b, until_b), (self.peaks_until_w, until_w)):
-            for rank, live in sets.items():
-                counts[rank] = max(counts[rank], len(live))
-
-    begun: set[Set] = field(default_factory=set)
+    def _most(
+        self, peaks: Counter, now: set[SetOf], slots_of: Callable[[SetOf], Iterable[Slot]]
+    ) -> None:
+        """Counts the sets that begin with this run, and those of which an array still lives."""
+        alive = {f for f in self._begun if any(self._arrays[s]() is not None for s in slots_of(f))}
+        ranks = Counter(self.simulation.graph.placement[stage] for stage, _ in alive | now)
+        for rank, count in ranks.items():
+            peaks[rank] = max(peaks[rank], count)
 
 
 def watch(cut: Cut, step: Callable[..., Any], *args: Any, fusion: str = "auto") -> Watched:
     """Runs a step with one microbatch loop on the stages of `cut` and watches it."""
-    with make_multi_mesh(cut), context(enable_task_fusion=fusion):
-        compiled = mjit(step).lower(*args).compile()
-    runner, lowered = compiled.backend.compiled, compiled.lowered
+    with named_multi_mesh(cut), context(enable_task_fusion=fusion):
+        lowered = mjit(step).lower(*args)
+        compiled = lowered.compile()
+    runner, partitioned = compiled.backend.compiled, lowered._partitioned
     plan = runner.buffered.plan
-    units = find_units(lowered.partitioned.program.tasks, plan)
-    tasks = {
-        number: units.units[units.unit_of[number]].tasks
-        for number, step in enumerate(plan.steps)
-        if isinstance(step, Run) and step.iteration >= 0
-    }
-    (simulation,) = lowered.partitioned.schedules.values()
-    watched = Watched(plan, simulation, runner.buffered.donations, tasks, {}, {})
-    watched.residuals = _residuals(plan, tasks)
-    watched.targets = [targets for _, _, targets, _, _ in runner._steps]
+    tasks = tasks_of_steps(plan, partitioned.program.tasks)
+    (simulation,) = partitioned.schedules.values()
+    watched = Watched(plan, simulation, tasks, find_residuals(plan, tasks))
     runner._steps = tuple(
-        (watched.wrap(number, call), fetch, targets, frees, name)
+        (watched.wrap(number, call, targets), fetch, targets, frees, name)
         for number, (call, fetch, targets, frees, name) in enumerate(runner._steps)
     )
     compiled(*args)
     return watched
 
 
-def _residuals(plan: Plan, tasks: dict[int, tuple[TaskNode, ...]]) -> dict:
-    """What the backward of a stage reads, in one microbatch, of what its forward made or read."""
-    readers: dict[Slot, set[tuple[str, int, int]]] = {}
-    forward: dict[Set, set[Slot]] = {}
-    sent = {slot for step in plan.steps if isinstance(step, Copy) for slot in step.targets}
+def tasks_of_steps(plan: Plan, tasks: Sequence[TaskNode]) -> dict[int, tuple[TaskNode, ...]]:
+    """The tasks that each step of a loop runs, by the number of the step."""
+    units = find_units(tasks, plan)
+    return {
+        number: units.units[units.unit_of[number]].tasks
+        for number, step in enumerate(plan.steps)
+        if isinstance(step, Run) and step.iteration >= 0
+    }
+
+
+def find_residuals(plan: Plan, tasks: dict[int, tuple[TaskNode, ...]]) -> dict[SetOf, Residuals]:
+    """What a stage's backward reads of what its forward, in the loop, made or got."""
+    copied = _copied_in_loop(plan, tasks)
+    forward: dict[SetOf, set[Slot]] = {}
+    backward: dict[tuple[Slot, int], set[str]] = {}  # by whom a slot is read, per stage
     for number, parts in tasks.items():
         step = plan.steps[number]
-        for task in parts:
+        begun = {task.stage for task in parts if task.kind == "F"}
+        for stage in begun:
+            forward[stage, step.iteration] = {*writes(step), *(set(reads(step)) & copied)}
+        for task in (task for task in parts if task.stage not in begun):
             for slot in reads(step):
-                readers.setdefault(slot, set()).add((task.kind, task.stage, step.iteration))
-        if len(parts) == 1 and parts[0].kind == "F":
-            own = {*writes(step), *(set(reads(step)) & sent)}
-            forward[parts[0].stage, step.iteration] = own
-    found: dict[tuple[Set, bool], set[Slot]] = {}
-    for (stage, iteration), slots in forward.items():
-        for slot in slots:
-            kinds = {k for k, s, i in readers.get(slot, ()) if (s, i) == (stage, iteration)} - {"F"}
-            others = {i for _, s, i in readers.get(slot, ()) if s == stage} - {iteration}
-            if kinds and not others:
-                found.setdefault(((stage, iteration), bool(kinds & {"W"})), set()).add(slot)
+                backward.setdefault((slot, task.stage), set()).add(task.kind)
+    found = {}
+    for key, slots in forward.items():
+        readers = {slot: backward.get((slot, key[0]), set()) for slot in slots}
+        for_w = frozenset(slot for slot, kinds in readers.items() if "W" in kinds)
+        kept = frozenset(slot for slot, kinds in readers.items() if kinds)
+        found[key] = Residuals(kept - for_w, for_w)
     return found
 
 
-def make_multi_mesh(cut: Cut) -> MultiMesh:
-    """One device a rank; forward and backward tasks have names of their own."""
-    from tests.core import chain
+def _copied_in_loop(plan: Plan, tasks: dict[int, tuple[TaskNode, ...]]) -> set[Slot]:
+    made = {slot for number in tasks for slot in writes(plan.steps[number])}
+    pairs = (
+        pair
+        for step in plan.steps
+        if isinstance(step, Copy)
+        for pair in zip(step.sources, step.targets, strict=True)
+    )
+    return {target for source, target in pairs if source in made}
 
-    plain = chain.make_multi_mesh(cut)
-    multi_mesh = MultiMesh(global_mesh=plain.global_mesh)
+
+def named_multi_mesh(cut: Cut) -> MultiMesh:
+    """The stages of `cut`, with other names for forward and backward tasks."""
+    multi_mesh = MultiMesh(global_mesh=make_multi_mesh(cut).global_mesh)
 
     def task(text: str, backprop: bool) -> Task:
         stage = int(text)
@@ -160,3 +172,7 @@ def make_multi_mesh(cut: Cut) -> MultiMesh:
 
     multi_mesh.register_task(r"layer(\d+)", callback=task)
     return multi_mesh
+
+
+def _pointer(array: Any) -> int:
+    return array.addressable_shards[0].data.unsafe_buffer_pointer()

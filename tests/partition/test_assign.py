@@ -364,3 +364,31 @@ def test_random_numbers_of_other_keys_are_not_taken_for_equal() -> None:
     before = {eq.serial: eq for eq in named(found.flat.steps, "add")}
     for eq in named(use_saved(found.flat, found.place).steps, "add"):
         assert len(set(eq.inputs)) == len(set(before[eq.serial].inputs))
+
+
+def test_values_inside_a_loop_are_not_saved_for_what_stands_behind_it() -> None:
+    def step(params: Any, row: Any, xs: Any) -> Any:
+        def wide() -> Any:
+            return jnp.exp(row[:, None] * jnp.ones((1, 64)))  # too large to leave the loop
+
+        def body(total: Any, x: Any) -> Any:
+            with layer(0):
+                x = x @ params[0] @ wide()
+            with layer(1):
+                return total + x @ wide().T @ params[1], None
+
+        def loss(params: Any) -> Any:
+            return lax.scan(body, jnp.zeros((8, 8)), xs)[0].sum()
+
+        return jax.value_and_grad(loss)(params)
+
+    found = assigned(pipeline(2), step, PAIR, zeros(8), zeros(3, 8, 8))
+    flat = use_saved(found.flat, found.place)
+    known = {*flat.arguments, *flat.constants}
+    for made in flat.steps:
+        if isinstance(made, Loop):
+            inside = {v for s in made.body for v in s.outputs}
+            known |= {made.index, *(carry.inside for carry in made.carries)}
+            reads = [v for s in made.body if not isinstance(s, Loop) for v in s.inputs]
+            assert {v for v in reads if not isinstance(v, Lit)} <= known | inside
+        known |= set(made.outputs)

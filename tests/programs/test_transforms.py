@@ -214,3 +214,52 @@ def test_remat_with_halved_backward(schedule):
     num_layers = 3 if schedule is None else 2
     step = train(loss, schedule=schedule)
     check_steps(pipeline(2, halves=True), step, weights(num_layers), (X, Y))
+
+
+def test_nested_remat_over_stages():
+    """The inner regions recompute what the forward sent: crossing values are not made again."""
+
+    def inner(x, w):
+        return jnp.tanh(x @ w) @ w.T
+
+    def outer(params, x):
+        for index, w in enumerate(params):
+            with layer(index):
+                x = jax.checkpoint(inner)(x, w) + x
+        return x
+
+    def loss(params, batch):
+        x, y = batch
+        return jnp.mean((jax.checkpoint(outer)(params, x) - y) ** 2)
+
+    step = train(loss, schedule="looped-bfs")
+    check_steps(pipeline(2, give_stages=4), step, weights(4), (X, Y))
+
+
+def test_two_losses_in_one_loop():
+    def step(state, batch):
+        makers, judges = state
+
+        def both(makers, judges, batch):
+            def judge(judges):
+                fake = mlp(judges, mlp(makers, batch[0]))
+                return jnp.mean(fake**2) - jnp.mean(mlp(judges, batch[1]))
+
+            def make(makers):
+                return -jnp.mean(mlp(judges, mlp(makers, batch[0])))
+
+            return jax.value_and_grad(judge)(judges), jax.value_and_grad(make)(makers)
+
+        found = microbatch(both, 0, 2, argnum=2)(makers, judges, batch)
+        (first, grads), (second, others) = found
+        return (sgd(makers, others), sgd(judges, grads)), (first, second)
+
+    check_steps(pipeline(2), step, (weights(2), weights(2)), (X, Y))
+
+
+@pytest.mark.parametrize("size", [0, 2])
+def test_step_inside_the_loss(size):
+    def loss(params, batch):
+        return square_loss(sgd(params, jax.grad(square_loss)(params, batch)), batch)
+
+    check_steps(pipeline(2), train(loss, size), weights(2), (X, Y))

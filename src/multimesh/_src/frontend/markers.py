@@ -44,7 +44,7 @@ class MicrobatchMarker:
         num_microbatches: Iterations of the loop.
         size: Rows of a microbatch.
         schedule: As given: a name, a schedule object, or None for the default.
-        custom_schedule: Rows as given, as tuples of task names or (microbatch, task name).
+        custom_schedule: Rows as given, as text or a tuple of rows.
         num_stages: As given; the delay of the `wavefront` schedule.
         interleave: As given.
         unrolling: As given.
@@ -53,7 +53,7 @@ class MicrobatchMarker:
     num_microbatches: int
     size: int
     schedule: Any = None
-    custom_schedule: tuple[tuple[Any, ...], ...] | None = None
+    custom_schedule: str | tuple[Any, ...] | None = None
     num_stages: int | None = None
     interleave: int | None = None
     unrolling: int | None = None

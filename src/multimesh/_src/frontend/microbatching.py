@@ -34,7 +34,7 @@ def microbatch(
     argnum: int | Sequence[int] = 0,
     *,
     schedule: Any = None,
-    custom_schedule: Sequence[Sequence[Any]] | None = None,
+    custom_schedule: str | Sequence[Any] | None = None,
     reduce: Any = "sum",
     accum_dtype: Any = None,
     with_index: bool = False,
@@ -57,8 +57,8 @@ def microbatch(
         size: Rows of a microbatch.
         argnum: Position of the batch argument, or a tuple of positions.
         schedule: Pipeline schedule of the loop. Default: the one of the context.
-        custom_schedule: A schedule by hand: one row per submesh, of task names or
-            (microbatch, task name).
+        custom_schedule: A schedule by hand: text with one line of actions per submesh, or a
+            sequence with one row per submesh, of actions, task names or (microbatch, task name).
         reduce: `"sum"`, `"mean"`, `"max"` (elementwise), `"stack"` (new first dim of size m),
             `"concat"` (along `dim`), or a pytree prefix of the results with these.
         accum_dtype: Dtype in which floating results are accumulated by "sum" and "mean"; results
@@ -124,7 +124,7 @@ class _Options:
     with_index: bool
     arg_shardings: Any
     schedule: Any
-    custom_schedule: tuple[tuple[Any, ...], ...] | None
+    custom_schedule: str | tuple[Any, ...] | None
     interleave: int | None
     num_stages: int | None
     unrolling: int | None
@@ -301,7 +301,7 @@ def _argnums(argnum: Any) -> tuple[int, ...]:
     return argnums
 
 
-def _rows(schedule: Any, rows: Any) -> tuple[tuple[Any, ...], ...] | None:
+def _rows(schedule: Any, rows: Any) -> str | tuple[Any, ...] | None:
     if rows is None:
         return None
     if schedule not in (None, "custom"):
@@ -311,4 +311,11 @@ def _rows(schedule: Any, rows: Any) -> tuple[tuple[Any, ...], ...] | None:
                 ways=("leave `schedule` out.", "leave `custom_schedule` out."),
             )
         )
-    return tuple(tuple(tuple(e) if isinstance(e, list) else e for e in row) for row in rows)
+    return rows if isinstance(rows, str) else tuple(map(_row, rows))
+
+
+def _row(row: Any) -> Any:
+    """A row as a value that can be compared; text stays text."""
+    if isinstance(row, str):
+        return row
+    return tuple(tuple(item) if isinstance(item, list) else item for item in row)

@@ -11,6 +11,7 @@ form at no cost. An argument that is also read in another way stays as it is.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from multimesh._src.frontend.markers import microbatch_marker
 from multimesh._src.ir.constraint import constraint_p
@@ -102,7 +103,7 @@ def _operand(equation: Equation) -> Var:
 
 def _store(
     chain: Sequence[Equation],
-    avals: dict[Var, object],
+    avals: dict[Var, Any],
     replaced: dict[int, Equation | None],
 ) -> Var:
     """Notes what becomes of the chain's equations, and returns the argument in its new form."""
@@ -114,7 +115,7 @@ def _store(
             continue
         # the cut dim keeps its axes behind the new, unsharded dim in front
         dims = equation.eqn.params["dims"]
-        if len(dims) < len(avals[last].shape):  # type: ignore[attr-defined]
+        if len(dims) < len(avals[last].shape):
             dims = ((), *dims)
         params = {**equation.eqn.params, "dims": dims}
         new = len(avals)

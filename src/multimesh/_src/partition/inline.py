@@ -5,8 +5,9 @@
     c, ys = scan[body](w, c0, xs)                         loop i < length, c = c0:
                                                             x = slice xs i ; ... ; ys = write ys i
 
-Inner jits and custom derivatives are always inlined. A remat region is cut when it touches several
-submeshes (R20), and so is a scan (R11); otherwise both stay one equation.
+Inner jits and custom derivatives are always inlined, and so is a remat region in a forward pass. A
+remat region that recomputes is cut when it touches several submeshes (R20), and so is a scan (R11);
+otherwise both stay one equation.
 """
 
 from collections.abc import Callable, Sequence
@@ -110,7 +111,7 @@ class Builder:
 
     def _inline_equation(self, eqn: Any, inputs: list[Operand], scope: Scope) -> Sequence[Operand]:
         name = eqn.primitive.name
-        if name in _CALLS or (name in REMAT and self.seeds.num_submeshes_inside(eqn, scope) > 1):
+        if name in _CALLS or (name in REMAT and self._is_open(eqn, scope)):
             return self._inline_call(eqn, inputs, scope)
         runs = name == "scan" and eqn.params["length"] > 0  # an empty stack has no slices
         if runs and self.seeds.num_submeshes_inside(eqn, scope) > 1:
@@ -118,6 +119,11 @@ class Builder:
         outputs = tuple(self.new(var.aval) for var in eqn.outvars)
         self.steps.append(Equation(self.serial(), eqn, tuple(inputs), outputs, scope))
         return outputs
+
+    def _is_open(self, eqn: Any, scope: Scope) -> bool:
+        """Whether a remat region is cut; one that is not differentiated recomputes nothing."""
+        recomputes = eqn.params.get("differentiated", True)
+        return not recomputes or self.seeds.num_submeshes_inside(eqn, scope) > 1
 
     def _inline_call(self, eqn: Any, inputs: list[Operand], scope: Scope) -> list[Operand]:
         inner = jaxprs.sub_jaxprs(eqn.params)[0]

@@ -52,12 +52,14 @@ Observer: TypeAlias = Callable[[str, str], None]
 class Partitioned:
     """What partitioning gives: the program for reports, and the plan to compile.
 
-    `schedules` has the simulation of each microbatch loop, by the index of its node.
+    `schedules` has the simulation of each microbatch loop, by the index of its node; `whole` the
+    names of its backward tasks that could not be split although the schedule runs halves (S3).
     """
 
     program: Program
     plan: Plan
     schedules: Mapping[int, Simulation]
+    whole: Mapping[int, tuple[str, ...]]
 
 
 def partition(traced: TracedFunction, observe: Observer | None = None) -> Partitioned:
@@ -178,4 +180,5 @@ def partition(traced: TracedFunction, observe: Observer | None = None) -> Partit
     if settings.enable_task_fusion != "never":
         plan = fuse_runs(plan)
         show("fuse", text.print_plan, plan)
-    return Partitioned(program, plan, schedules)
+    whole = {index: pipeline.whole for index, pipeline in pipelines.items() if pipeline.whole}
+    return Partitioned(program, plan, schedules, whole)

@@ -28,6 +28,7 @@ def as_text(report: "ProgramReport") -> str:
     for loop in report.loops:
         drawn = textwrap.indent(_drawing(loop, WIDTH - 2, color=False), "  ")
         parts.append(f"{_loop_title(loop)}\n{drawn}".rstrip())
+        parts[-1] += "".join(f"\n  {line}" for line in textwrap.wrap(_whole(loop), WIDTH - 2))
     return "\n\n".join(parts)
 
 
@@ -41,6 +42,8 @@ def as_rich(report: "ProgramReport", width: int) -> Iterator[RenderableType]:
         yield Text()
         yield Text(_loop_title(loop), style="bold")
         yield Text.from_ansi(_drawing(loop, width, color=True))
+        if loop.whole:
+            yield Text(_whole(loop))
 
 
 def summary(report: "ProgramReport") -> str:
@@ -155,6 +158,17 @@ def _loop_title(loop: "LoopReport") -> str:
 def _named(loop: "LoopReport") -> tuple[str, ...]:
     shown = loop.tasks[:4]
     return (*shown, f"and {len(loop.tasks) - 4} more") if len(loop.tasks) > 4 else shown
+
+
+def _whole(loop: "LoopReport") -> str:
+    """Says which stages keep B and W together against the schedule (S3), or nothing."""
+    if not loop.whole:
+        return ""
+    names = ", ".join(f"`{name}`" for name in dict.fromkeys(loop.whole))
+    return (
+        f"Not split into B and W, because the contractions stand inside a scan: {names}. "
+        "Write the layers of a stage out, or take a schedule without W."
+    )
 
 
 def _drawing(loop: "LoopReport", width: int, *, color: bool) -> str:

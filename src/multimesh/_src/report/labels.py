@@ -75,9 +75,8 @@ def _tasks_of(run: Run, plan: Plan, tasks: Sequence[TaskNode]) -> tuple[TaskNode
     same = [task for task in here if task.name == run.task and task.body is executable.body]
     if same:
         return (same[0],)
-    parts = run.task.split(JOINT)
-    found = (next((task for task in here if task.name == part), None) for part in parts)
-    return tuple(task for task in found if task is not None)
+    names, in_loop = run.task.split(JOINT), run.iteration >= 0
+    return tuple(task for task in here if task.name in names and (task.kind != "-") == in_loop)
 
 
 def unique_labels(names: Sequence[str]) -> tuple[str, ...]:

@@ -110,11 +110,15 @@ class SubmeshReport:
 
 @dataclass(frozen=True, slots=True)
 class LoopReport:
-    """One loop: its tasks, and for a microbatch loop the simulation of its schedule."""
+    """One loop: its tasks, and for a microbatch loop the simulation of its schedule.
+
+    `whole` names backward tasks that the schedule would run in halves, but that cannot be split.
+    """
 
     length: int
     tasks: tuple[str, ...]
     simulation: Simulation | None
+    whole: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -156,7 +160,12 @@ def make_report(traced: TracedFunction, partitioned: Partitioned) -> ProgramRepo
         reshards=find_reshards(plan, units, tuple(result.name for result in traced.results)),
         arguments=arguments,
         loops=tuple(
-            LoopReport(loop.length, _names(loop), partitioned.schedules.get(loop.index))
+            LoopReport(
+                length=loop.length,
+                tasks=_names(loop),
+                simulation=partitioned.schedules.get(loop.index),
+                whole=partitioned.whole.get(loop.index, ()),
+            )
             for loop in all_loops(program.steps)
         ),
         num_executables=len({unit.first.executable for unit in units.units}),

@@ -113,7 +113,9 @@ def _slices_of_loops(step: Step, avals: Mapping[Var, Any]) -> set[int]:
                 start == step.index or isinstance(start, Lit) for start in starts
             )
             whole = step.length * avals[inner.outputs[0]].size
-            if at_index and stack not in made and whole <= avals[stack].size:
+            if isinstance(stack, Lit) or stack in made or not at_index:
+                continue
+            if whole <= avals[stack].size:
                 found.add(inner.serial)
     return found
 

@@ -29,11 +29,14 @@ class _Saved:
 
     def steps(self, steps: tuple[Step, ...]) -> tuple[Step, ...]:
         return tuple(
-            replace(step, body=self.steps(step.body))
-            if isinstance(step, Loop)
-            else self.equation(step)
-            for step in steps
+            self.loop(step) if isinstance(step, Loop) else self.equation(step) for step in steps
         )
+
+    def loop(self, loop: Loop) -> Loop:
+        outside = dict(self.first)
+        body = self.steps(loop.body)
+        self.first = outside  # what the body makes is not known behind it
+        return replace(loop, body=body)
 
     def equation(self, equation: Equation) -> Equation:
         self._note(equation)

@@ -134,7 +134,7 @@ def _terms(
 
     def visit(operand: Operand) -> None:
         maker = None if isinstance(operand, Lit) else made_by.get(operand)
-        if maker is None or not _is_sum(maker, context) or context.uses.get(operand) != 1:  # type: ignore[arg-type]
+        if maker is None or not _is_sum(maker, context) or _num_uses(maker, context) != 1:
             terms.append(operand)
             return
         inner.append(maker)
@@ -144,6 +144,10 @@ def _terms(
     for part in root.inputs:
         visit(part)
     return terms, inner
+
+
+def _num_uses(equation: Equation, context: _Context) -> int:
+    return context.uses.get(equation.outputs[0], 0)
 
 
 def _regroup_level(steps: tuple[Step, ...], context: _Context) -> tuple[Step, ...]:
@@ -245,7 +249,7 @@ def _split_accumulator(
     context: _Context,
 ) -> list[Carry]:
     root = None if isinstance(carry.next, Lit) else made_by.get(carry.next)
-    if root is None or not _is_sum(root, context) or context.uses.get(carry.next) != 2:  # type: ignore[arg-type]
+    if root is None or not _is_sum(root, context) or _num_uses(root, context) != 2:
         return [carry]
     terms, inner = _terms(root, made_by, context)
     if terms.count(carry.inside) != 1 or context.uses.get(carry.inside) != 1:
