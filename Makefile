@@ -1,6 +1,6 @@
 # The list of things one can do here. Needs python3 (>= 3.11), make and PyPI; nothing else.
 #
-#   make demo           the tutorial and a pipelined classifier on 8 CPU devices
+#   make demo           the tutorial, a pipelined classifier and a GPT on 8 CPU devices
 #   make test           the tests, without the slow ones (N programs of the fuzzer among them)
 #   make test-all       all tests
 #   make check          format, lint, types, import order
@@ -41,6 +41,7 @@ $(DOCS_STAMP): $(STAMP)
 demo: $(STAMP)
 	$(PY) examples/tutorial_mpmd.py
 	$(PY) examples/train_digits.py --schedule $(SCHEDULE) --check
+	$(PY) examples/train_gpt.py --schedule $(SCHEDULE)
 
 test: $(STAMP)
 	$(PY) -m pytest -n $(JOBS) -m "not slow" $(ARGS)
@@ -70,6 +71,8 @@ fuzz: $(STAMP)
 
 bench: $(STAMP)
 	$(PY) benchmarks/dispatch.py
+	$(PY) benchmarks/schedules.py
+	$(PY) benchmarks/planning.py
 
 docs: $(DOCS_STAMP)
 	$(PY) -m sphinx -W -q docs docs/_build

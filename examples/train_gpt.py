@@ -173,7 +173,7 @@ def run(args, console):
 def parse_args():
     """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--schedule", default="1f1b", help="gpipe, 1f1b or eager-1f1b")
+    parser.add_argument("--schedule", default="1f1b", help="any of multimesh.jax.schedules")
     parser.add_argument("--steps", type=int, default=400)
     for name, size in (("stages", 2), ("data", 2), ("model", 2)):
         parser.add_argument(f"--{name}", type=int, default=size, help="size of the mesh axis")

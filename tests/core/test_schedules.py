@@ -95,9 +95,7 @@ def nested(schedule):
 
 def gradient_outside(schedule):
     def step(params, batch):
-        cut = microbatch(
-            chain.loss, 0, chain.SIZE, argnum=1, schedule=schedule, reduce="mean"
-        )
+        cut = microbatch(chain.loss, 0, chain.SIZE, argnum=1, schedule=schedule, reduce="mean")
         value, grads = jax.value_and_grad(cut)(params, batch)
         return chain.descend(params, grads), value
 
@@ -245,9 +243,7 @@ def test_the_schedule_of_the_surroundings_orders_a_scan(name):
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
 def test_uneven_layers(name):
     step = chain.train_step(name)
-    check(
-        Cut(2), step, chain.train_step(), "plain", num_layers=5, layers_per_stage=(2, 3)
-    )
+    check(Cut(2), step, chain.train_step(), "plain", num_layers=5, layers_per_stage=(2, 3))
 
 
 @pytest.mark.parametrize(("name", "placement"), [("zb-v", "v"), ("interleaved-1f1b", "loop")])

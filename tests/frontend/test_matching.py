@@ -291,6 +291,7 @@ def test_register_layers_errors(multi_mesh):
             Task(name="t", mesh=TaskMesh(devices=[0]), mesh_slice={}),
             "`Task(name='t')` has both `mesh` and `mesh_slice`",
         ),
+        (Task(mesh_slice={}, split_backprop="_bwd"), "`split_backprop='_bwd'` is no pair"),
         (Task(mesh_slice={}, stage=-1), "`stage=-1`: a stage is an integer of at least 0"),
         (Task(mesh_slice={}, name=""), "`''` is no name of a task"),
         (Task(mesh=[0, 1]), "`mesh=[0, 1]` is no mesh"),

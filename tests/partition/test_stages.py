@@ -117,6 +117,7 @@ def test_given_stages_that_form_a_cycle_are_an_error() -> None:
     with pytest.raises(PartitionError, match="given stages form a cycle: task `c` of stage") as e:
         find_stages(given, {0: 0, 1: 1, 2: 0}, submeshes((0,), (1,)))
     assert "model.py:3" in str(e.value)
+    assert "a (stage 0) -> b (stage 1) -> c (stage 0)  <-- here" in str(e.value)
     assert "leave `Task.stage` out" in str(e.value)
 
 

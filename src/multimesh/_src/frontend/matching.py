@@ -155,6 +155,7 @@ class Matcher:
         mesh = mesh if mesh is not None else self.global_mesh
         where = str(registration) if registration else f"explicit task `{text}`"
         name = _checked_name(task, text, where)
+        _check_suffixes(task, where)
         place = self._place(task, mesh, iteration, where)
         if place is None:
             return None
@@ -265,6 +266,20 @@ def _checked_stage(task: Task, where: str) -> int | None:
             message(f"`stage={stage!r}`: a stage is an integer of at least 0.", where=where)
         )
     return stage
+
+
+def _check_suffixes(task: Task, where: str) -> None:
+    suffixes = task.split_backprop
+    is_pair = isinstance(suffixes, (tuple, list)) and len(suffixes) == 2
+    if suffixes is None or (is_pair and all(isinstance(suffix, str) for suffix in suffixes)):
+        return
+    raise MatchError(
+        message(
+            f"`split_backprop={suffixes!r}` is no pair of suffixes.",
+            where=where,
+            ways=('give two, as `split_backprop=("_activations", "_gradients")`.',),
+        )
+    )
 
 
 def _check_one_place(task: Task, where: str) -> None:

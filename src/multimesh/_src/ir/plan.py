@@ -30,6 +30,7 @@ class Executable:
     """One program to compile: a body on one submesh with the layout of its arguments and results.
 
     Equal `body` objects (by identity) with equal specs and the same submesh are one executable.
+    `parts` has the numbers of the executables that were fused into it, in order.
     """
 
     name: str  # becomes the name of the compiled module
@@ -37,6 +38,7 @@ class Executable:
     submesh: Submesh
     in_specs: tuple[PartitionSpec, ...]
     out_specs: tuple[PartitionSpec, ...]
+    parts: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

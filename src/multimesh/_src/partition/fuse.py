@@ -106,11 +106,12 @@ class _Fuser:
         number = {slot: i for i, slot in enumerate((*inputs, *made))}
         wiring = tuple(tuple(number[slot] for slot in run.inputs) for run in runs)
         kept = tuple(number[slot] for slot in outputs)
-        key = (tuple(run.executable for run in runs), wiring, kept)
+        parts = tuple(run.executable for run in runs)
+        key = (parts, wiring, kept)
         if key not in self.made:
-            parts = [self.executables[run.executable] for run in runs]
             self.made[key] = len(self.executables)
-            self.executables.append(_join(parts, len(inputs), wiring, kept))
+            joined = _join([self.executables[n] for n in parts], len(inputs), wiring, kept)
+            self.executables.append(replace(joined, parts=parts))
         first = runs[0]
         return Run(
             executable=self.made[key],

@@ -42,6 +42,7 @@ from multimesh._src.partition.seeds import Seeds, backward_names, find_seeds
 from multimesh._src.partition.split.regions import analyze_flow
 from multimesh._src.partition.split.tasks import Splitter
 from multimesh._src.partition.ties import tie_layouts
+from multimesh._src.partition.transposed import merge_transposes
 from multimesh._src.schedule.simulate import Simulation
 
 Observer: TypeAlias = Callable[[str, str], None]
@@ -88,7 +89,8 @@ def partition(traced: TracedFunction, observe: Observer | None = None) -> Partit
     flat = prune(flat)
     # Counters and invariants leave the loops before placement, or they would tie stages together.
     flat = simplify_loops(flat, seeds, hoist=settings.hoist_loop_invariants)
-    flat = prune(flat)
+    # Only loops without counters show that one is the transpose of another.
+    flat = prune(merge_transposes(flat))
     show("simplify_loops", text.print_flat, flat)
 
     # Places come before sums are regrouped: only then is it known which sums cross submeshes.

@@ -137,7 +137,7 @@ def _forward_stages(
             node_of[task.index] = stages[stage]
         for source in sources:
             if quotient.reaches(node_of[task.index], source):
-                _raise_cycle(task, stage_of)
+                _raise_cycle(task, source, tasks, needs, node_of, stage_of)
             quotient.connect(source, node_of[task.index])
     return stage_of
 
@@ -171,18 +171,48 @@ def _given_stages(
         numbers.sort()
 
 
-def _raise_cycle(task: TaskNode, stage_of: Mapping[int, int]) -> None:
+def _raise_cycle(
+    task: TaskNode,
+    source: int,
+    tasks: Sequence[TaskNode],
+    needs: Mapping[int, tuple[int, ...]],
+    node_of: Mapping[int, int],
+    stage_of: Mapping[int, int],
+) -> None:
+    """Says which tasks lead from the task's stage, by way of node `source`, back to the task."""
+    start = node_of[task.index]
+    came: dict[int, int] = {start: start}  # node -> the node before it on a shortest path
+    todo = [start]
+    while todo and source not in came:
+        node = todo.pop(0)
+        for other in tasks:
+            reads = (node_of[index] for index in needs[other.index] if index in node_of)
+            after = node_of.get(other.index)
+            if after is not None and after not in came and node in reads:
+                came[after] = node
+                todo.append(after)
+    path = [source]
+    while path[-1] != start:
+        path.append(came[path[-1]])
+    names = {node_of[t.index]: t for t in reversed(tasks) if t.index in node_of}
+    lines = [_named(names[node], stage_of) for node in reversed(path)]
     raise PartitionError(
         message(
             f"the given stages form a cycle: task `{task.name}` of stage "
             f"`{stage_of.get(task.index)}` needs a stage that itself needs this stage.",
             where=task.origin,
+            window=" -> ".join([*lines, f"{_named(task, stage_of)}  <-- here"]),
             ways=(
                 "give the tasks of one stage consecutive places in the model",
                 "leave `Task.stage` out and let the stages be found",
             ),
         )
     )
+
+
+def _named(task: TaskNode, stage_of: Mapping[int, int]) -> str:
+    stage = stage_of.get(task.index)
+    return task.name if stage is None else f"{task.name} (stage {stage})"
 
 
 def _backward_stages(

@@ -70,13 +70,13 @@ def find_units(tasks: Sequence[TaskNode], plan: Plan) -> Units:
 
 
 def _tasks_of(run: Run, plan: Plan, tasks: Sequence[TaskNode]) -> tuple[TaskNode, ...]:
-    executable = plan.executables[run.executable]
-    here = [task for task in tasks if task.submesh == executable.submesh.index]
-    same = [task for task in here if task.name == run.task and task.body is executable.body]
-    if same:
-        return (same[0],)
-    names, in_loop = run.task.split(JOINT), run.iteration >= 0
-    return tuple(task for task in here if task.name in names and (task.kind != "-") == in_loop)
+    parts = plan.executables[run.executable].parts or (run.executable,)
+    names = run.task.split(JOINT)
+    found: list[TaskNode] = []
+    for part in (plan.executables[number] for number in parts):
+        same = (t for t in tasks if t.body is part.body and t.submesh == part.submesh.index)
+        found += next(([task] for task in same if task.name in names), [])
+    return tuple(found)
 
 
 def unique_labels(names: Sequence[str]) -> tuple[str, ...]:

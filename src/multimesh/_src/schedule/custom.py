@@ -55,7 +55,9 @@ class CustomRows:
         rows = tuple(_resolved(row, rank, request, problems) for rank, row in enumerate(self.rows))
         if problems:
             ways = [_known_names(request.names)]
-            raise ScheduleError(message(listed([*dict.fromkeys(problems)]), where=self.source, ways=ways))
+            raise ScheduleError(
+                message(listed([*dict.fromkeys(problems)]), where=self.source, ways=ways)
+            )
         placement = request.placement or schedule_of_rows(rows, source=self.source).placement
         return Schedule("custom", rows, placement, request.num_microbatches)
 
