@@ -9,6 +9,7 @@ import pytest
 
 from multimesh._src.runtime.buffers import reads, writes
 from multimesh._src.schedule.actions import Action, Kind, actions_of
+from multimesh.jax import microbatch
 from tests.core import chain
 from tests.core.chain import BUILT_IN, WIDTH, Cut, cut_for
 from tests.core.watched import Watched, watch
@@ -28,7 +29,7 @@ def by_rank(counts, num_ranks: int = NUM_RANKS) -> tuple[int, ...]:
 
 
 def promised(schedule: str, p: int, m: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Peaks until B and until W, by the closed forms; None where B and W are mostly together."""
+    """Peaks until B and until W, by the closed forms."""
     ranks, two = range(p), 2 * p
     forms = {
         "gpipe": (lambda r: m, lambda r: m),
@@ -74,6 +75,22 @@ def test_peaks_do_not_grow_with_the_number_of_microbatches(schedule):
     many = train(Cut(2, num_microbatches=16), schedule)
     assert by_rank(few.until_w, 2) == by_rank(many.until_w, 2)
     assert few.in_flight == many.in_flight
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_a_gradient_taken_outside_the_loop_keeps_no_more(schedule):
+    cut = Cut(NUM_RANKS, num_microbatches=NUM_MICROBATCHES)
+
+    def step(params, batch):
+        mean = microbatch(
+            chain.loss, 0, chain.SIZE, argnum=1, schedule=schedule, reduce="mean"
+        )
+        return jax.value_and_grad(mean)(params, batch)
+
+    args = (chain.make_params(cut.num_layers), chain.make_batch(NUM_MICROBATCHES))
+    watched = watch(cut, step, *args)
+    expected = promised(schedule, NUM_RANKS, NUM_MICROBATCHES)
+    assert (by_rank(watched.until_b), by_rank(watched.until_w)) == expected
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "dualpipe-v"])

@@ -49,7 +49,8 @@ def _result_place(
     if result.successor_of is not None:
         argument = program.arguments[result.successor_of]
         home = program.home.get(argument, home)
-        succeeded = program.specs.get((argument, home)) if home is not None else None
+        same = program.avals[argument].shape == program.avals[item.var].shape  # no stored batch
+        succeeded = program.specs.get((argument, home)) if same and home is not None else None
     if home == EVERYWHERE and result.successor_of is not None:
         return EVERYWHERE, PartitionSpec()
     if home is None or home == EVERYWHERE:

@@ -75,5 +75,6 @@ def _tie_results(
             layouts[operand, shape] = fit_spec(result.sharding.spec, rank, dict(shape))
         elif result.successor_of is not None:
             argument = flat.arguments[result.successor_of]
-            if homes.get(argument) == homes[operand] and (argument, shape) in layouts:
+            same = flat.avals[argument].shape == rank  # a batch may be stored in another form
+            if same and homes.get(argument) == homes[operand] and (argument, shape) in layouts:
                 layouts[operand, shape] = layouts[argument, shape]
