@@ -3,6 +3,8 @@
 Counted by weak references on the arrays that the executor receives.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -63,6 +65,21 @@ def test_live_residual_sets_are_those_of_the_schedule(schedule, fusion):
             assert most <= warm_up(rows[int(target.removeprefix("stage="))]) + 1, edge
 
 
+@pytest.mark.parametrize("remat", [False, True])
+def test_reported_bytes_are_those_of_the_arrays(remat):
+    """Under remat a stage keeps what came in; without it also what it made."""
+    cut = Cut(NUM_RANKS, num_microbatches=NUM_MICROBATCHES)
+    watched = train(cut, "1f1b", functools.partial(chain.loss, remat=remat), fusion="never")
+    peaks = watched.simulation.peaks
+    for rank in range(NUM_RANKS):
+        infos = [watched.plan.slots[slot] for slot in watched.residuals[rank, 0].all]
+        size = sum(info.aval.size * info.aval.dtype.itemsize for info in infos)
+        assert peaks.num_bytes[rank] == peaks.until_b[rank] * size
+    if remat:
+        array = 4 * chain.SIZE * WIDTH
+        assert peaks.num_bytes[:3] == (0, 3 * array, 2 * array)
+
+
 def warm_up(row) -> int:
     """How many forwards stand before the first backward."""
     actions: list[Action] = [action for entry in row for action in actions_of(entry)]
@@ -82,9 +99,7 @@ def test_a_gradient_taken_outside_the_loop_keeps_no_more(schedule):
     cut = Cut(NUM_RANKS, num_microbatches=NUM_MICROBATCHES)
 
     def step(params, batch):
-        mean = microbatch(
-            chain.loss, 0, chain.SIZE, argnum=1, schedule=schedule, reduce="mean"
-        )
+        mean = microbatch(chain.loss, 0, chain.SIZE, argnum=1, schedule=schedule, reduce="mean")
         return jax.value_and_grad(mean)(params, batch)
 
     args = (chain.make_params(cut.num_layers), chain.make_batch(NUM_MICROBATCHES))

@@ -34,9 +34,7 @@ def train_step(schedule):
         def of_microbatch(params, x):
             return loss(params, jnp.broadcast_to(x, SHAPE))
 
-        gradient = microbatch(
-            jax.value_and_grad(of_microbatch), 0, 1, argnum=1, schedule=schedule
-        )
+        gradient = microbatch(jax.value_and_grad(of_microbatch), 0, 1, argnum=1, schedule=schedule)
         return gradient(params, x)
 
     return step

@@ -1,6 +1,7 @@
 """Every schedule on an unmodified program gives what plain `jax.jit` gives (R1)."""
 
 import functools
+import textwrap
 
 import jax
 import jax.numpy as jnp
@@ -272,24 +273,29 @@ def error_of(step, cut=CUT, multi_mesh=None) -> str:
     args = (chain.make_params(cut.num_layers), chain.make_batch(cut.num_microbatches))
     with pytest.raises(ScheduleError) as info, multi_mesh or named_mesh(cut):
         mjit(step).lower(*args)
-    return str(info.value)
+    lines = str(info.value).split("\n")
+    return "\n".join(textwrap.fill(line, 90, drop_whitespace=False) for line in lines)
 
 
 def test_an_unknown_name_lists_the_known_ones():
     assert error_of(chain.train_step("1f2b")) == snapshot("""\
 There is no schedule `1f2b`.
 To mend it, either:
-  1. use one of `gpipe`, `fill-drain`, `breadth-first`, `1f1b`, `eager-1f1b`, `interleaved-1f1b`, `looped-bfs`, `zb-h1`, `zb-h2`, `zero-bubble-h2`, `zb-v`, `dualpipe-v`, `wavefront`, `prefetch-wavefront`, `auto`
+  1. use one of `gpipe`, `fill-drain`, `breadth-first`, `1f1b`, `eager-1f1b`, \n\
+`interleaved-1f1b`, `looped-bfs`, `zb-h1`, `zb-h2`, `zero-bubble-h2`, `zb-v`, \n\
+`dualpipe-v`, `wavefront`, `prefetch-wavefront`, `auto`
   2. use an object of `multimesh.jax.schedules`, or rows of actions\
 """)
 
 
 def test_too_few_microbatches():
     assert error_of(chain.train_step("zb-h2")) == snapshot("""\
-Schedule `zb-h2` cannot do `2` microbatches on `2` ranks: it needs `3` or more (twice the ranks, less one).
+Schedule `zb-h2` cannot do `2` microbatches on `2` ranks: it needs `3` or more (twice the \n\
+ranks, less one).
 To mend it, either:
   1. change the number of microbatches
-  2. use a schedule that takes any number: `"eager-1f1b"` with one stage a rank, `"looped-bfs"` with more, `"zb-v"` in the V placement\
+  2. use a schedule that takes any number: `"eager-1f1b"` with one stage a rank, `"looped-
+bfs"` with more, `"zb-v"` in the V placement\
 """)
 
 
@@ -297,10 +303,13 @@ def test_a_number_of_microbatches_that_interleaving_cannot_do():
     cut = Cut(2, 2, num_microbatches=5)
     text = error_of(chain.train_step("interleaved-1f1b"), cut, chain.make_multi_mesh(cut))
     assert text == snapshot("""\
-Schedule `interleaved-1f1b` cannot do `5` microbatches on `2` ranks: microbatches go in rounds of `2`, which does not divide `5`; the nearest numbers that it can do are `4` and `6`.
+Schedule `interleaved-1f1b` cannot do `5` microbatches on `2` ranks: microbatches go in \n\
+rounds of `2`, which does not divide `5`; the nearest numbers that it can do are `4` and \n\
+`6`.
 To mend it, either:
   1. change the number of microbatches
-  2. use a schedule that takes any number: `"eager-1f1b"` with one stage a rank, `"looped-bfs"` with more, `"zb-v"` in the V placement\
+  2. use a schedule that takes any number: `"eager-1f1b"` with one stage a rank, `"looped-
+bfs"` with more, `"zb-v"` in the V placement\
 """)
 
 
@@ -312,7 +321,8 @@ Schedule `zb-v` wants its stages on other ranks than the program has them.
   the schedule: stages 0, 1, ... on ranks `[0, 1, 1, 0]`
   the program:  stages 0, 1, ... on ranks `[0, 1, 0, 1]`
 To mend it, either:
-  1. register the layers with the placement that the schedule wants (`placement="loop"` or `"v"`, `interleave=`)
+  1. register the layers with the placement that the schedule wants (`placement="loop"` or
+ `"v"`, `interleave=`)
   2. use a schedule for the placement that the program has\
 """)
 
@@ -336,12 +346,14 @@ To mend it: give one row for every submesh that holds stages, in the order of st
     rows = "0F0 0F1 0BW0 0BW1\n1F0 1BW0 1F1"
     assert error_of(chain.train_step(custom_schedule=rows)) == snapshot("""\
 `1BW1` is missing in the row of stage=1.
-To mend it: let the row of each rank run every action of its stages once for each of the `2` microbatches, and nothing else\
+To mend it: let the row of each rank run every action of its stages once for each of the \n\
+`2` microbatches, and nothing else\
 """)
     rows = (("fwd0", "fwd0", "bwd", "bwd"), BY_OCCURRENCE[1])
     assert error_of(chain.train_step(custom_schedule=rows)) == snapshot("""\
 `bwd` in row `0` is no task and no action.
-To mend it: use the names of tasks (`fwd0`, `fwd1`, `bwd1`, `bwd0`) or actions such as `2F0`\
+To mend it: use the names of tasks (`fwd0`, `fwd1`, `bwd1`, `bwd0`) or actions such as \n\
+`2F0`\
 """)
 
 

@@ -135,9 +135,10 @@ def find_residuals(plan: Plan, tasks: dict[int, tuple[TaskNode, ...]]) -> dict[S
         begun = {task.stage for task in parts if task.kind == "F"}
         for stage in begun:
             forward[stage, step.iteration] = {*writes(step), *(set(reads(step)) & copied)}
-        for task in (task for task in parts if task.stage not in begun):
+        for stage in {task.stage for task in parts} - begun:
+            kinds = {task.kind for task in parts if task.stage == stage}
             for slot in reads(step):
-                backward.setdefault((slot, task.stage), set()).add(task.kind)
+                backward.setdefault((slot, stage), set()).add("W" if kinds == {"W"} else "B")
     found = {}
     for key, slots in forward.items():
         readers = {slot: backward.get((slot, key[0]), set()) for slot in slots}

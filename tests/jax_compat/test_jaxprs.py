@@ -108,7 +108,8 @@ def test_build_a_jaxpr():
     aval = jax.core.ShapedArray((2,), np.dtype(np.float32))
     const, x, y, z = (jaxprs.new_var(aval) for _ in range(4))
     two = jaxprs.literal(np.float32(2), jax.core.ShapedArray((), np.dtype(np.float32)))
-    add = jaxprs.new_eqn([const, x], [y], jax.lax.add_p, {})
+    add = jax.make_jaxpr(jax.lax.add)(np.ones(2, np.float32), np.ones(2, np.float32)).eqns[0]
+    add = jaxprs.replace_eqn(add, invars=[const, x], outvars=[y])
     scale = jax.make_jaxpr(lambda v: v * 2)(np.ones(2, np.float32)).eqns[-1]
     scaled = jaxprs.replace_eqn(scale, invars=[y, scale.invars[1]], outvars=[z])
     assert jaxprs.is_literal(two) and not jaxprs.is_literal(x)
@@ -149,8 +150,3 @@ def test_replaced_equations_carry_effects_along():
     moved = jaxprs.replace_eqn(write, invars=[other, *write.invars[1:]])
     assert {eff.input for eff in moved.effects} == {other}
     assert {eff.input for eff in write.effects} == {write.invars[0]}
-
-
-def test_drop_vars():
-    var = jaxprs.new_var(jax.core.ShapedArray((), np.dtype(np.float32)))
-    assert jaxprs.is_drop_var(jaxprs.drop_var(var.aval)) and not jaxprs.is_drop_var(var)

@@ -252,6 +252,22 @@ def test_a_sum_over_submeshes_is_made_within_each_first() -> None:
     assert all(sum(isinstance(v, Lit) for v in eq.inputs) == 1 for eq in literal)
 
 
+def test_a_sum_may_have_more_terms_than_python_has_frames() -> None:
+    def step(params: Any, x: Any) -> Any:
+        total = jnp.zeros(())
+        for index, w in enumerate(params):
+            with layer(index):
+                part = (x @ w).sum()
+            for number in range(600):
+                total += lax.mul(part, float(number))
+        return total
+
+    flat, place = regrouped(assigned(pipeline(2), step, PAIR, SQUARE))
+    (last,) = [eq for eq in named(flat.steps, "add") if flat.results[0] in eq.outputs]
+    operands = [eq for eq in named(flat.steps, "add") if set(eq.outputs) & set(last.inputs)]
+    assert {place[eq.serial] for eq in operands} == {0, 1}
+
+
 def test_a_sum_that_others_read_stays_as_it_is() -> None:
     def step(params: Any, x: Any) -> Any:
         with layer(0):

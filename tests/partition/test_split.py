@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from hypothesis import given, settings, strategies as st
+from jax import lax
 
 from multimesh._src.frontend.microbatching import microbatch
 from multimesh._src.ir.flat import Equation
@@ -169,6 +170,19 @@ def test_tasks_clone_what_is_cheap_and_import_what_it_reads() -> None:
 
 
 # --- equal bodies --------------------------------------------------------------------------------
+
+
+def test_a_chain_of_clones_may_be_longer_than_python_has_frames() -> None:
+    def step(w: Any, x: Any) -> Any:
+        scale = jnp.float32(1)
+        for _ in range(1500):
+            scale = lax.sin(scale + 1.0)
+        with layer(0):
+            return x @ w * scale
+
+    made, _ = cut(pipeline(1), step, SQUARE, SQUARE)
+    (task,) = made.program.tasks
+    assert sum(eqn.primitive.name == "sin" for eqn in task.body.eqns) == 1500
 
 
 def test_equal_layers_share_one_body_and_one_executable_a_submesh() -> None:

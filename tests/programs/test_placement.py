@@ -4,11 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from multimesh._src.frontend.microbatching import microbatch
 from multimesh._src.frontend.multi_mesh import MultiMesh
 from multimesh._src.frontend.tasks import Task, TaskMesh
+from multimesh._src.staging.mjit import mjit
 from tests.programs.plainly import (
     check,
     check_steps,
@@ -210,3 +211,19 @@ def test_mixture_of_everything_in_two_towers():
         return jnp.mean(logits**2) + jnp.mean(a) - jnp.max(b)
 
     check_steps(pipeline(3), train(loss), weights(3), (X, Y))
+
+
+def test_a_result_on_the_devices_of_a_stage_under_other_axes():
+    def step(params, x):
+        for number, w in enumerate(params):
+            with layer(number):
+                x = x @ w
+        return x
+
+    multi = pipeline(2, 2)
+    devices = multi.slice(stage=1).devices
+    wanted = NamedSharding(Mesh(devices, ("a", "b")), P("b"))
+    with multi:
+        result = mjit(step, out_shardings=wanted)(weights(2), X)
+    assert result.sharding == wanted
+    np.testing.assert_allclose(result, step(weights(2), X), rtol=1e-5)

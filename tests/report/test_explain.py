@@ -98,7 +98,8 @@ Arguments
 Schedule of a microbatch loop: 3 x layer0_fwd, layer1_fwd, layer1_bwd, layer0_bwd
   eager-1f1b: makespan 12, idle 25.0%
   stage=0  0F0 0F1 0F2 .   0BW0--- .   0BW1--- .   0BW2---
-  stage=1  .   1F0 1BW0--- 1F1 1BW1--- 1F2 1BW2--- .   .\
+  stage=1  .   1F0 1BW0--- 1F1 1BW1--- 1F2 1BW2--- .   .
+  By rank: at most 3, 1 residual sets; with 0 B, 32 B, of whole arrays.\
 """)
 
 

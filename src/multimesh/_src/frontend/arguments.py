@@ -7,6 +7,7 @@ Positions and names are made complete from the signature once (`argument_spec`),
 only splits its tuple.
 """
 
+import functools
 import inspect
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -67,22 +68,24 @@ def argument_spec(
     names = tuple(_as_tuple(n) for n in (static_argnames, donate_argnames))
     count = len(parameters) if parameters is not None and not variadic else None
     completed = [
-        _complete(_name_of(fun), positions, given, parameters or (), count, keywords)
+        _complete(function_name(fun), positions, given, parameters or (), count, keywords)
         for positions, given in zip(nums, names, strict=True)
     ]
     (static_nums, static_names), (donate_nums, donate_names) = completed
     both = (static_nums & donate_nums) or (static_names & donate_names)
     if both:
         raise TraceError(
-            message(f"argument `{min(both)}` of `{_name_of(fun)}` is both static and donated.")
+            message(f"argument `{min(both)}` of `{function_name(fun)}` is both static and donated.")
         )
     return ArgumentSpec(
         parameters or (), variadic, static_nums, static_names, donate_nums, donate_names
     )
 
 
-def _name_of(fun: Callable[..., Any]) -> str:
-    return getattr(fun, "__name__", None) or type(fun).__name__
+def function_name(fun: Callable[..., Any]) -> str:
+    """Returns the name of a function, of what a partial calls, or of a callable object's type."""
+    inner = fun.func if isinstance(fun, functools.partial) else fun
+    return str(getattr(inner, "__name__", None) or type(inner).__name__)
 
 
 def _as_tuple(value: Any) -> tuple[Any, ...]:

@@ -20,6 +20,7 @@ import numpy as np
 
 from multimesh._src import config
 from multimesh._src.errors import MatchError, message
+from multimesh._src.frontend.arguments import function_name
 from multimesh._src.frontend.scopes import MARKER_PREFIX
 from multimesh._src.frontend.tasks import Task
 from multimesh._src.jax_compat.constraints import is_redirected
@@ -140,7 +141,7 @@ def task(
         ...     float(first(0.0))
         0.0
     """
-    label = name or getattr(task, "name", None) or _name_of(fun)
+    label = name or getattr(task, "name", None) or function_name(fun)
     explicit = ExplicitTask(_explicit_task(label, task, fields))
     component = _tasks.intern(explicit, _frozen(explicit))
 
@@ -155,11 +156,6 @@ def task(
             return fun(*args, **kwargs)
 
     return wrapped
-
-
-def _name_of(fun: Callable[..., Any]) -> str:
-    inner = fun.func if isinstance(fun, functools.partial) else fun
-    return getattr(inner, "__name__", None) or type(inner).__name__
 
 
 def _explicit_task(name: str, task: Task | None, fields: Mapping[str, Any]) -> Task:

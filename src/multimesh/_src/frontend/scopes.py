@@ -57,11 +57,6 @@ def is_marker(component: str) -> bool:
     return component.startswith(MARKER_PREFIX)
 
 
-def marker_kind(component: str) -> str:
-    """Returns the kind of a marker: `microbatch` or `task`."""
-    return component.split(":", 2)[1]
-
-
 def _names(name_stack: Any) -> tuple[list[_Name], int]:
     """Returns the names of a stack and the number of transposes behind the last one."""
     names: list[_Name] = []

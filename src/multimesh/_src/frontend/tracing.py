@@ -19,6 +19,7 @@ import jax
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from multimesh._src.config import Settings
 from multimesh._src.errors import TraceError, message
 from multimesh._src.frontend import arguments as arguments_lib, logical, scopes
 from multimesh._src.frontend.arguments import ArgumentSpec, NamedArgument, Statics
@@ -64,7 +65,7 @@ class Surroundings:
     """What the contexts that are active for a call say, frozen."""
 
     matcher: Matcher
-    settings: Any
+    settings: Settings
     global_mesh: Mesh | None
     devices: tuple[Any, ...]
     schedule: Any = None
@@ -86,7 +87,7 @@ class TracedFunction:
     global_mesh: Mesh | None
     devices: tuple[Any, ...]
     matcher: Matcher
-    settings: Any
+    settings: Settings
     schedule: Any
 
 
@@ -128,21 +129,21 @@ def trace_plainly(
     Raises:
         TraceError: A leaf of the arguments is no array and not static.
     """
-    name = getattr(fun, "__name__", None) or type(fun).__name__
+    name = arguments_lib.function_name(fun)
 
     # A new function each time: a trace that JAX cached for others must not be found.
     def traced(*args: Any, **kwargs: Any) -> Any:
         joined = arguments_lib.join_statics(args, statics)
         return fun(*joined, **kwargs, **dict(statics.kwargs))
 
-    traced.__name__ = traced.__qualname__ = str(name)
+    traced.__name__ = traced.__qualname__ = name
     plain_args, plain_kwargs = jax.tree.map(plain_aval, (tuple(args), dict(kwargs)))
     with our_tracing():
         result = jax.jit(traced).trace(*plain_args, **plain_kwargs)
         closed_over = jit_hook.closed_over_tracers(result)
     out_paths = jax.tree_util.tree_leaves_with_path(result.out_info)
     return PlainTrace(
-        name=str(name),
+        name=name,
         jaxpr=logical.absorb_constraints(result.jaxpr, global_mesh),
         out_tree=jax.tree.structure(result.out_info),
         out_names=tuple("result" + jax.tree_util.keystr(path) for path, _ in out_paths),

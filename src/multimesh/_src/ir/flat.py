@@ -84,7 +84,7 @@ Step: TypeAlias = Equation | Loop
 class FlatProgram:
     """The whole program. `avals` gives every variable's type.
 
-    `constants` are closed-over arrays; `batches` tells which arguments are wanted microbatch-major.
+    `constants` are closed-over arrays.
     """
 
     name: str
@@ -114,12 +114,12 @@ def step_inputs(step: Step) -> tuple[Operand, ...]:
             return step.inputs
         case Loop():
             inside = {step.index, *(carry.inside for carry in step.carries)}
-            made = {var for inner in step.body for var in inner.outputs}
+            known = inside.union(*(inner.outputs for inner in step.body))
             reads = [var for var in free_variables(step.body) if var not in inside]
             nexts = [
                 carry.next
                 for carry in step.carries
-                if not isinstance(carry.next, Lit) and carry.next not in made | inside
+                if not isinstance(carry.next, Lit) and carry.next not in known
             ]
             return (*(carry.init for carry in step.carries), *reads, *nexts)
 

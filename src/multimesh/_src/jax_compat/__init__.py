@@ -38,6 +38,17 @@ ENTRIES = (
         without="JAX itself refuses a late change of the number of CPU devices",
     ),
     Entry(
+        file="compiled.py",
+        names=(
+            "jax.stages.Compiled._executable, _params; attributes of the loaded executable",
+            "jax._src.array.ArrayImpl with _pjrt_layout",
+            "jax._src.config: the values local to a thread",
+        ),
+        versions=_ALL,
+        without="tasks are called by jax.stages.Compiled.__call__; thread-local settings of JAX "
+        "do not hold in the threads that compile",
+    ),
+    Entry(
         file="constraints.py",
         names=(
             "jax._src.pjit.sharding_constraint_p",
@@ -48,12 +59,22 @@ ENTRIES = (
         without="bare specs need `multimesh.jax.with_sharding_constraint`",
     ),
     Entry(
+        file="copies.py",
+        names=(
+            "jax._src.lib._jax.batched_copy_array_to_devices_with_sharding, ArrayCopySemantics",
+            "jax._src.array.ArrayImpl with _arrays, Sharding._internal_device_list",
+            "jax._src.core.ShapedArray, update_aval_with_sharding",
+            "jax._src.random.prng.PRNGKeyArray with _base_array, _impl of key dtypes",
+        ),
+        versions=_ALL,
+        without="values are copied by jax.device_put, which may go through the host",
+    ),
+    Entry(
         file="jaxprs.py",
         names=(
             "jax._src.core.eval_jaxpr",
             "jax._src.effects.JaxprInputEffect",
             "jax._src.interpreters.partial_eval.make_jaxpr_effects",
-            "jax._src.source_info_util.new_source_info",
             "params of scan: num_consts, num_carry; ft_in",
         ),
         versions=_ALL,
@@ -84,5 +105,14 @@ ENTRIES = (
         ),
         versions=_ALL,
         without="the text of name stacks is parsed; scopes open around a call are not seen",
+    ),
+    Entry(
+        file="shardy.py",
+        names=(
+            "jax._src.config.use_shardy_partitioner",
+            "jaxlib.mlir.passmanager, jaxlib.mlir.dialects.sdy",
+        ),
+        versions=_ALL,
+        without="layouts are asked of XLA by compiling; free arguments stay replicated",
     ),
 )

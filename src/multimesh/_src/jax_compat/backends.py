@@ -5,10 +5,15 @@ backends_are_initialized`. Without it the answer is "no"; JAX then refuses a lat
 number of CPU devices itself.
 """
 
-try:
-    from jax._src.xla_bridge import backends_are_initialized
-except ImportError:  # unknown newer JAX
-    backends_are_initialized = None
+import contextlib
+from typing import Any
+
+from multimesh._src.jax_compat import private
+
+backends_are_initialized: Any = None
+if private.ALLOWED:
+    with contextlib.suppress(ImportError):  # unknown newer JAX
+        from jax._src.xla_bridge import backends_are_initialized
 
 
 def backends_exist() -> bool:

@@ -15,17 +15,22 @@ in `_is_plain`; `Compiled._params.const_args`; `PRNGKeyArray._base_array`; `Arra
 the local values of `jax._src.config` states.
 """
 
+import contextlib
 from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any, TypeAlias
 
 import jax
-from jax._src import config
 
-try:
-    from jax._src.array import ArrayImpl
-except ImportError:
-    ArrayImpl = None
+from multimesh._src.jax_compat import private
+
+config: Any = None
+ArrayImpl: Any = None
+if private.ALLOWED:
+    with contextlib.suppress(ImportError):
+        from jax._src import config
+    with contextlib.suppress(ImportError):
+        from jax._src.array import ArrayImpl
 
 FlatCall: TypeAlias = Callable[[Sequence[Any]], Sequence[Any]]
 
@@ -39,7 +44,7 @@ def flat_call(compiled: jax.stages.Compiled, in_dtypes: Sequence[Any]) -> FlatCa
     checked. `compiled` must come from a function of positional arrays with a list of results.
     """
     try:
-        call = _direct_call(compiled, in_dtypes)
+        call = _direct_call(compiled, in_dtypes) if private.ALLOWED else None
     except AttributeError:
         call = None
     return call or (lambda args: compiled(*args))
@@ -97,7 +102,7 @@ def local_settings() -> Callable[[], None]:
 
     (`with jax.log_compiles():` and the like hold in one thread only.)
     """
-    states = getattr(config.config, "_value_holders", {}).values()
+    states = getattr(getattr(config, "config", None), "_value_holders", {}).values()
     unset = getattr(getattr(config, "config_ext", None), "unset", None)
     local = [
         (state, value)

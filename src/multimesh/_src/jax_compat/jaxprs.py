@@ -7,17 +7,17 @@ Checked on jax 0.10.2, 0.11.2 and 0.12.0.1. What differs between them and is hid
 - `scan` says `num_consts` and `num_carry` in 0.10, `ft_in` and `ft_out` from 0.11.
 - Jaxprs without a `DebugInfo` warn.
 
-Private names: `jax._src.core.{eval_jaxpr, DropVar, ...}` (for most `jax.extend.core` has the same
+Private names: `jax._src.core.{eval_jaxpr, Var, DebugInfo}` (for most `jax.extend.core` has the same
 objects, and those are used), `jax._src.interpreters.partial_eval.make_jaxpr_effects`,
-`jax._src.effects.JaxprInputEffect`, `jax._src.source_info_util.new_source_info`.
+`jax._src.effects.JaxprInputEffect`.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
-from jax._src import core, effects, source_info_util
+from jax._src import core, effects
 from jax._src.interpreters import partial_eval
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Var
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 Atom: TypeAlias = Var | Literal
 AnyJaxpr: TypeAlias = Jaxpr | ClosedJaxpr
@@ -35,11 +35,6 @@ def is_jaxpr(value: Any) -> bool:
 def is_literal(atom: Atom) -> bool:
     """Whether an operand or output of a jaxpr is a literal."""
     return isinstance(atom, Literal)
-
-
-def is_drop_var(var: Var) -> bool:
-    """Whether an output of an equation is thrown away."""
-    return isinstance(var, core.DropVar)
 
 
 def open_jaxpr(jaxpr: AnyJaxpr) -> Jaxpr:
@@ -107,40 +102,9 @@ def new_var(aval: Any) -> Var:
     return core.Var(aval)
 
 
-def drop_var(aval: Any) -> Var:
-    """Returns an output that is thrown away."""
-    return core.DropVar(aval)
-
-
 def literal(value: Any, aval: Any) -> Literal:
     """Returns a literal operand."""
     return Literal(value, aval)
-
-
-def new_eqn(
-    invars: Sequence[Atom],
-    outvars: Sequence[Var],
-    primitive: Primitive,
-    params: Mapping[str, Any],
-    effects: Any = core.no_effects,
-    source_info: Any = None,
-    ctx: Any = None,
-) -> JaxprEqn:
-    """Returns a new equation.
-
-    Args:
-        invars: Operands, variables or literals.
-        outvars: Results.
-        primitive: The primitive bound.
-        params: Its params.
-        effects: Its effects.
-        source_info: Where it comes from (as `eqn.source_info`); default unknown, empty name stack.
-        ctx: Its context (as `eqn.ctx`); default the current one.
-    """
-    source_info = source_info or source_info_util.new_source_info()
-    return core.new_jaxpr_eqn(
-        list(invars), list(outvars), primitive, dict(params), effects, source_info, ctx
-    )
 
 
 def replace_eqn(

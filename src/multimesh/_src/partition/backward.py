@@ -222,13 +222,11 @@ def _halves(eqns: Sequence[Any], leaving: Sequence[Any]) -> tuple[list[Any], lis
 def _in_dataflow_order(tasks: Sequence[TaskNode]) -> tuple[TaskNode, ...]:
     """F and B tasks as they were, every W as soon as what it reads is made."""
     maker = {var: task.index for task in tasks for var in task.outputs}
-    done: set[int] = set()
+    done = {-1}  # stands for what no task makes
     ordered: list[TaskNode] = []
     waiting = list(tasks)
     while waiting:
-        task = next(
-            t for t in waiting if all(maker.get(v, t.index) in done | {t.index} for v in t.inputs)
-        )
+        task = next(t for t in waiting if all(maker.get(v, -1) in done for v in t.inputs))
         waiting.remove(task)
         done.add(task.index)
         ordered.append(task)

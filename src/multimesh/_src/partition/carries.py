@@ -12,7 +12,7 @@ three kinds or is a state that one forward stage alone reads and writes (R11).
 from collections.abc import Mapping
 from typing import Literal, TypeAlias
 
-from multimesh._src.ir.flat import Carry, Equation, Lit, Loop, Var
+from multimesh._src.ir.flat import Carry, Equation, Lit, Loop, Step, Var, producers
 
 CarryKind: TypeAlias = Literal["accumulated", "written", "last", "state"]
 
@@ -39,7 +39,8 @@ def classify_carries(loop: Loop, place: Mapping[int, int]) -> dict[Var, CarryKin
     for carry in loop.carries:
         if not isinstance(carry.next, Lit):
             users.setdefault(carry.next, []).append(carry)
-    return {carry.inside: _kind(carry, users, loop, place) for carry in loop.carries}
+    made_by = producers(loop.body)
+    return {carry.inside: _kind(carry, users, loop, made_by, place) for carry in loop.carries}
 
 
 def _reads(loop: Loop, var: Var) -> bool:
@@ -53,6 +54,7 @@ def _kind(
     carry: Carry,
     users: Mapping[Var, list[Equation | Loop | Carry]],
     loop: Loop,
+    made_by: Mapping[Var, Step],
     place: Mapping[int, int],
 ) -> CarryKind:
     if carry.inside not in users:
@@ -61,7 +63,8 @@ def _kind(
     if not chain:
         return "state"
     if chain[0].primitive == "dynamic_update_slice":
-        return "written" if len(chain) == 1 and _writes_own_slot(chain[0], carry, loop) else "state"
+        own_slot = len(chain) == 1 and _writes_own_slot(chain[0], loop.index, made_by)
+        return "written" if own_slot else "state"
     one_operation = len({_operation(eq) for eq in chain}) == 1
     one_place = len({place.get(eq.serial) for eq in chain}) == 1
     return "accumulated" if one_operation and one_place else "state"
@@ -101,14 +104,13 @@ def _continues(equation: Equation, var: Var) -> bool:
     return sum(operand == var for operand in equation.inputs) == 1
 
 
-def _writes_own_slot(equation: Equation, carry: Carry, loop: Loop) -> bool:
+def _writes_own_slot(equation: Equation, index: Var, made_by: Mapping[Var, Step]) -> bool:
     """Whether the write goes to a place that depends on the loop index."""
-    made_by = {var: step for step in loop.body for var in step.outputs}
     todo = [v for v in equation.inputs[2:] if not isinstance(v, Lit)]
     found_index = False
     while todo:
         var = todo.pop()
-        if var == loop.index:
+        if var == index:
             found_index = True
             continue
         step = made_by.get(var)

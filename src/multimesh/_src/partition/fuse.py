@@ -99,7 +99,7 @@ class _Fuser:
         inside = {
             chunk.start + offset for offset, step in enumerate(chunk.steps) if isinstance(step, Run)
         }
-        made = [slot for run in runs for slot in run.outputs]
+        made = dict.fromkeys(slot for run in runs for slot in run.outputs)
         outputs = tuple(slot for slot in made if self.readers.get(slot, set()) - inside)
         reads = dict.fromkeys(slot for run in runs for slot in run.inputs)
         inputs = tuple(slot for slot in reads if slot not in made)

@@ -16,6 +16,7 @@ from multimesh._src.partition.events import Runs, ScheduledRun
 from multimesh._src.partition.stages import Pipeline
 from multimesh._src.schedule.actions import Action, Kind, Pair, TaskRun
 from multimesh._src.schedule.check import check
+from multimesh._src.schedule.costs import NO_MEMORY, Memory
 from multimesh._src.schedule.graph import Node, Part
 from multimesh._src.schedule.make import make_schedule
 from multimesh._src.schedule.neighbours import adjacent_parts
@@ -42,20 +43,23 @@ def runs_halves(pipeline: Pipeline, num_microbatches: int, spec: Any) -> bool:
     return Kind.W in _make(pipeline, num_microbatches, spec, whole=True).kinds
 
 
-def schedule_loop(pipeline: Pipeline, num_microbatches: int, spec: Any) -> Simulation:
+def schedule_loop(
+    pipeline: Pipeline, num_microbatches: int, spec: Any, memory: Memory = NO_MEMORY
+) -> Simulation:
     """Makes, checks and simulates the schedule of a microbatch loop.
 
     Args:
         pipeline: Stages and stage graph of the loop.
         num_microbatches: Iterations of the loop.
         spec: What the user asked for; None for the default.
+        memory: Bytes of the residual sets.
 
     Raises:
         ScheduleError: No such schedule, or it does not fit the program.
     """
     schedule = _make(pipeline, num_microbatches, spec)
     check(schedule, pipeline.graph, num_microbatches)
-    return simulate(schedule, pipeline.graph)
+    return simulate(schedule, pipeline.graph, memory=memory)
 
 
 def _make(pipeline: Pipeline, num_microbatches: int, spec: Any, *, whole: bool = False) -> Schedule:

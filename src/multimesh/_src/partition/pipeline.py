@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
+from multimesh._src.collector import paused_collector
 from multimesh._src.frontend.tracing import TracedFunction
 from multimesh._src.ir.plan import Plan
 from multimesh._src.ir.program import LoopNode, Program, all_loops
@@ -37,6 +38,7 @@ from multimesh._src.partition.order import (
 )
 from multimesh._src.partition.pipelines import find_pipelines
 from multimesh._src.partition.prune import prune
+from multimesh._src.partition.residuals import residual_memory
 from multimesh._src.partition.results import argument_infos, result_places
 from multimesh._src.partition.seeds import Seeds, backward_names, find_seeds
 from multimesh._src.partition.split.regions import analyze_flow
@@ -63,6 +65,7 @@ class Partitioned:
     whole: Mapping[int, tuple[str, ...]]
 
 
+@paused_collector()
 def partition(traced: TracedFunction, observe: Observer | None = None) -> Partitioned:
     """Cuts a traced function into tasks, places and orders them.
 
@@ -162,7 +165,10 @@ def partition(traced: TracedFunction, observe: Observer | None = None) -> Partit
     # Last, time: schedules order the loops, and copies stand where the order needs them.
     schedules = {
         loop.index: schedule_loop(
-            pipelines[loop.index], loop.length, wanted_schedule(loop.marker, traced.schedule)
+            pipelines[loop.index],
+            loop.length,
+            wanted_schedule(loop.marker, traced.schedule),
+            residual_memory(pipelines[loop.index], loop, flat.avals),
         )
         for loop in all_loops(steps)
         if loop.index in pipelines

@@ -7,7 +7,7 @@ loop i < 8: x' = layer0(x) ; x'' = layer1(x')                       sequential: 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from multimesh._src.ir.flat import FlatProgram, Loop, Step, Var
+from multimesh._src.ir.flat import FlatProgram, Lit, Loop, Step, Var
 from multimesh._src.ir.program import LoopNode, ProgramStep, TaskNode
 from multimesh._src.ir.submesh import Submesh
 from multimesh._src.partition.backward import Numbers, split_backward
@@ -78,10 +78,17 @@ def _pipeline_of(
     submeshes: Sequence[Submesh],
 ) -> Pipeline | None:
     pipeline = find_stages(tasks, given, submeshes)
+    writers_of: dict[Var, list[TaskNode]] = {}
+    readers_of: dict[Var, list[TaskNode]] = {}
+    for task in pipeline.tasks:
+        for var in task.outputs:
+            writers_of.setdefault(var, []).append(task)
+        for var in task.inputs:
+            readers_of.setdefault(var, []).append(task)
     ordered: list[tuple[int, int]] = []
     for carry in loop.carries:
-        writers = [task for task in pipeline.tasks if carry.next in task.outputs]
-        readers = [task for task in pipeline.tasks if carry.inside in task.inputs]
+        writers = [] if isinstance(carry.next, Lit) else writers_of.get(carry.next, [])
+        readers = readers_of.get(carry.inside, [])
         # an accumulation over several tasks has to end before the next may begin
         if kinds[carry.inside] == "last" or (kinds[carry.inside] != "state" and readers == writers):
             continue

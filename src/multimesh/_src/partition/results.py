@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from multimesh._src.frontend.logical import same_mesh
 from multimesh._src.frontend.tracing import Result, TracedFunction
 from multimesh._src.ir.program import EVERYWHERE, Program
 from multimesh._src.partition.batches import Batch
@@ -38,9 +39,7 @@ def _result_place(
     wanted = result.sharding if isinstance(result.sharding, NamedSharding) else None
     mesh = None if wanted is None else wanted.mesh
     if isinstance(mesh, Mesh) and not is_global(mesh, traced):
-        home = next(
-            s.index for s in program.submeshes if s.mesh.devices.tolist() == mesh.devices.tolist()
-        )
+        home = next(s.index for s in program.submeshes if same_mesh(mesh, s.mesh))
         return home, wanted.spec if wanted is not None else PartitionSpec()
     if not isinstance(item, Instance) or program.avals[item.var].ndim == 0:
         return EVERYWHERE, PartitionSpec()

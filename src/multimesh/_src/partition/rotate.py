@@ -31,6 +31,8 @@ def spread_accumulators(
         submeshes: All submeshes.
         numbers: Where new variables and task numbers come from.
     """
+    if not any(submesh.rotation for submesh in submeshes):
+        return (loop,)
     zeros: list[ProgramStep] = []
     totals: list[ProgramStep] = []
     carries: list[Carry] = []

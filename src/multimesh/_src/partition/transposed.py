@@ -176,10 +176,13 @@ class _Transpose:
         for step in self.loop.body:
             if isinstance(step, Loop):
                 kept.append(step)
-            elif self._is_slot(step) and step.inputs[0] in stacks:
-                new[step.outputs[0]], slots[step.outputs[0]] = stacks[step.inputs[0]]
-            elif step.primitive == "squeeze" and step.inputs[0] in slots:
-                new[step.outputs[0]] = slots[step.inputs[0]]
+                continue
+            first = step.inputs[0] if step.inputs else None
+            read = -1 if first is None or isinstance(first, Lit) else first
+            if read in stacks and self._is_slot(step):
+                new[step.outputs[0]], slots[step.outputs[0]] = stacks[read]
+            elif read in slots and step.primitive == "squeeze":
+                new[step.outputs[0]] = slots[read]
             elif step.outputs[0] not in self.positions:
                 kept.append(step)
         (loop,) = substitute((replace(self.loop, body=tuple(kept)),), new)

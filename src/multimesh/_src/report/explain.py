@@ -4,7 +4,7 @@
 """
 
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import RenderableType
@@ -28,7 +28,8 @@ def as_text(report: "ProgramReport") -> str:
     for loop in report.loops:
         drawn = textwrap.indent(_drawing(loop, WIDTH - 2, color=False), "  ")
         parts.append(f"{_loop_title(loop)}\n{drawn}".rstrip())
-        parts[-1] += "".join(f"\n  {line}" for line in textwrap.wrap(_whole(loop), WIDTH - 2))
+        for remark in _remarks(loop):
+            parts[-1] += "".join(f"\n  {line}" for line in textwrap.wrap(remark, WIDTH - 2))
     return "\n\n".join(parts)
 
 
@@ -42,8 +43,7 @@ def as_rich(report: "ProgramReport", width: int) -> Iterator[RenderableType]:
         yield Text()
         yield Text(_loop_title(loop), style="bold")
         yield Text.from_ansi(_drawing(loop, width, color=True))
-        if loop.whole:
-            yield Text(_whole(loop))
+        yield from map(Text, _remarks(loop))
 
 
 def summary(report: "ProgramReport") -> str:
@@ -160,15 +160,25 @@ def _named(loop: "LoopReport") -> tuple[str, ...]:
     return (*shown, f"and {len(loop.tasks) - 4} more") if len(loop.tasks) > 4 else shown
 
 
-def _whole(loop: "LoopReport") -> str:
-    """Says which stages keep B and W together against the schedule (S3), or nothing."""
-    if not loop.whole:
-        return ""
-    names = ", ".join(f"`{name}`" for name in dict.fromkeys(loop.whole))
-    return (
-        f"Not split into B and W, because the contractions stand inside a scan: {names}. "
-        "Write the layers of a stage out, or take a schedule without W."
-    )
+def _remarks(loop: "LoopReport") -> Iterator[str]:
+    """Says what the schedule keeps, and which stages keep B and W together against it (S3)."""
+    peaks = None if loop.simulation is None else loop.simulation.peaks
+    if peaks is not None and any(peaks.until_w):
+        sets = f"at most {_by_rank(peaks.until_b)} residual sets"
+        if peaks.until_w != peaks.until_b:
+            sets += f" until B, {_by_rank(peaks.until_w)} until W"
+        sizes = ", ".join(amount(int(size), "B") for size in peaks.num_bytes)
+        yield f"By rank: {sets}; with {sizes}, of whole arrays."
+    if loop.whole:
+        names = ", ".join(f"`{name}`" for name in dict.fromkeys(loop.whole))
+        yield (
+            f"Not split into B and W, because the contractions stand inside a scan: {names}. "
+            "Write the layers of a stage out, or take a schedule without W."
+        )
+
+
+def _by_rank(counts: Sequence[int]) -> str:
+    return ", ".join(map(str, counts))
 
 
 def _drawing(loop: "LoopReport", width: int, *, color: bool) -> str:

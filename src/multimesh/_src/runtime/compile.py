@@ -17,6 +17,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
+from multimesh._src.collector import paused_collector
 from multimesh._src.errors import ExecutionError, message
 from multimesh._src.ir.constraint import with_mesh
 from multimesh._src.ir.plan import Executable, Run, Slot
@@ -73,7 +74,7 @@ def compile_executables(buffered: BufferedPlan) -> tuple[CompiledExecutable | No
     """
     programs = _programs(buffered)
     distinct = {program.key(): program for program in programs if program is not None}
-    with shardy_enabled(), no_ambient_mesh():
+    with paused_collector(), shardy_enabled(), no_ambient_mesh():
         lowered = {key: _lower(program) for key, program in distinct.items()}
     compiled = _compile_all({key: (distinct[key].executable.name, lowered[key]) for key in lowered})
     counters.compiles += len(compiled)

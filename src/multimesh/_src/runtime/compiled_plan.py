@@ -47,17 +47,26 @@ def compile_plan(plan: Plan, *, name: str = "step") -> "CompiledPlan":
     Raises:
         ExecutionError: XLA cannot compile a task.
     """
-    copies = {step: _prepare(plan, step) for step in plan.steps if isinstance(step, Copy)}
+    copies = _prepare_copies(plan)
     buffered = plan_buffers(plan, {step: copy.aliases for step, copy in copies.items()})
     return CompiledPlan(buffered, compile_executables(buffered), copies, name)
 
 
-def _prepare(plan: Plan, step: Copy) -> PreparedCopy:
+def _prepare_copies(plan: Plan) -> dict[Copy, PreparedCopy]:
+    """Prepares every copy; those that are alike, as in all microbatches, once."""
     slots = plan.slots
-    pairs = zip(step.sources, step.targets, strict=True)
-    return prepare_copy(
-        [CopyItem(slots[s].aval, slots[s].sharding, slots[t].sharding) for s, t in pairs]
-    )
+    prepared: dict[tuple[CopyItem, ...], PreparedCopy] = {}
+    copies: dict[Copy, PreparedCopy] = {}
+    for step in plan.steps:
+        if isinstance(step, Copy):
+            pairs = zip(step.sources, step.targets, strict=True)
+            items = tuple(
+                CopyItem(slots[s].aval, slots[s].sharding, slots[t].sharding) for s, t in pairs
+            )
+            if items not in prepared:
+                prepared[items] = prepare_copy(items)
+            copies[step] = prepared[items]
+    return copies
 
 
 class CompiledPlan:

@@ -126,9 +126,10 @@ class Inputs:
         entry = place.entry
         array = value.stored if isinstance(value, MicrobatchedArray) else value
         if not isinstance(array, jax.Array):
-            if type(value) in (int, float, complex):
-                return value  # JAX gives weak types to Python scalars alone
-            array = np.asarray(value, dtype=place.info.aval.dtype)
+            aval = place.info.aval
+            if aval.weak_type and type(value) in (int, float, complex):
+                return aval.dtype.type(value).item()  # JAX gives weak types to these alone
+            array = np.asarray(value, dtype=aval.dtype)
             if not entry.microbatches:
                 return array
             return to_microbatch_major(array, entry.dim, _rows(array, entry))

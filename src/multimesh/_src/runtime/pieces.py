@@ -72,7 +72,7 @@ def pieces_recipe(
         target: The layout of the target.
         sharding: The target's sharding.
     """
-    wanted = _wanted_pieces(array_type, source, target)
+    wanted = _wanted_pieces(source, target)
     cuts, picks = _plan_cuts(array_type, source, wanted)
     joins, finals = _plan_joins(array_type, target, wanted)
     sends = tuple(
@@ -113,9 +113,7 @@ def _with_results(pool: Sequence[jax.Array], groups: Sequence[Group]) -> Sequenc
 # Which pieces
 
 
-def _wanted_pieces(
-    array_type: ArrayType, source: Layout, target: Layout
-) -> tuple[tuple[Piece, ...], ...]:
+def _wanted_pieces(source: Layout, target: Layout) -> tuple[tuple[Piece, ...], ...]:
     """Returns the pieces of each target shard in row-major order.
 
     A piece comes from the target's own device if it lies there, else from the device that sends

@@ -16,7 +16,7 @@ import jax
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import Mesh, NamedSharding
 
-from multimesh._src.frontend.arguments import Statics
+from multimesh._src.frontend.arguments import Statics, function_name
 from multimesh._src.frontend.contexts import ActiveContexts
 from multimesh._src.frontend.logical import bind_constraints
 from multimesh._src.frontend.scopes import ambient_scope
@@ -209,5 +209,5 @@ def constrained(
             return results
         return bind_constraints(results, jit_shardings(out_shardings, global_mesh), global_mesh)
 
-    constrained_fun.__name__ = getattr(fun, "__name__", type(fun).__name__)
+    constrained_fun.__name__ = function_name(fun)
     return constrained_fun

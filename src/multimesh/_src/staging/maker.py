@@ -4,7 +4,7 @@ import functools
 import sys
 import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -187,8 +187,7 @@ class Maker:
         jitted, mesh = self.plain_jit(call.contexts), call.contexts.global_mesh
         tree, contexts = call.tree, call.contexts
         # The call itself must not be kept: it holds the arguments.
-        args, kwargs, statics = (), {}, call.statics
-        empty = Call(args, kwargs, statics, (), tree, contexts)
+        empty = replace(call, args=(), kwargs={}, leaves=())
 
         def run(leaves: Sequence[Any]) -> Sequence[Any]:
             args, kwargs = empty.joined(*jax.tree.unflatten(tree, together(list(leaves), mesh)))

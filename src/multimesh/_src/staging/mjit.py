@@ -7,7 +7,12 @@ from typing import Any, final
 import jax
 from jax.sharding import Mesh
 
-from multimesh._src.frontend.arguments import NO_STATICS, argument_spec, split_statics
+from multimesh._src.frontend.arguments import (
+    NO_STATICS,
+    argument_spec,
+    function_name,
+    split_statics,
+)
 from multimesh._src.frontend.multi_mesh import MultiMesh
 from multimesh._src.jax_compat import jit_hook
 from multimesh._src.staging.binding import make_binding
@@ -76,7 +81,7 @@ def mjit(
             devices=devices,
             **options,
         )
-    binding = make_binding(getattr(f, "__name__", None) or type(f).__name__, mesh, devices)
+    binding = make_binding(function_name(f), mesh, devices)
     named = {key: value for key, value in options.items() if key != "keep_unused"}
     spec = argument_spec(f, **named)
     return MultiMeshFunction(Maker(f, spec, options, in_shardings, out_shardings, binding))

@@ -9,7 +9,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from multimesh._src import config
 from multimesh._src.errors import TraceError, message
-from multimesh._src.frontend.arguments import argument_spec
+from multimesh._src.frontend.arguments import argument_spec, function_name
 from multimesh._src.frontend.contexts import active_contexts
 from multimesh._src.staging.binding import make_binding
 from multimesh._src.staging.maker import Maker
@@ -114,8 +114,7 @@ def _maker(
     mesh: Mesh | None = None,
     **fields: Any,
 ) -> Maker:
-    name = getattr(fun, "__name__", None) or type(fun).__name__
-    binding = make_binding(name, mesh, devices)
+    binding = make_binding(function_name(fun), mesh, devices)
     values = {"options": {}, "in_shardings": None, "out_shardings": None, **fields}
     return Maker(fun=fun, spec=argument_spec(fun), binding=binding, **values)
 

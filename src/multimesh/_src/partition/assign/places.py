@@ -6,12 +6,12 @@
     m' = 0.9 m + g        # g is made on stage=1       m' : stage=1
 
 An equation without a seed goes where the fewest bytes cross: its operands count where they are
-made, its result where its seeded users are . Loop bodies are decided before what is
+made, its result where its seeded users are. Loop bodies are decided before what is
 around them. Arguments and loop constants have a say only when nothing else has, scalars only at
 the very end.
 """
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -70,8 +70,7 @@ def assign_places(
         var = program.results[position]
         if not isinstance(var, Lit):
             table.wanted[var].append(place)
-    for equation_place in seeded.items():
-        _settle_seed(*equation_place, table)
+    table.place.update(seeded)
     for scalars, weak in ((False, False), (False, True), (True, False), (True, True)):
         for _ in range(len(regions) + 2):  # carries may pass a place from loop to loop
             changed = [_decide_region(eqs, table, scalars=scalars, weak=weak) for eqs in regions]
@@ -105,10 +104,6 @@ def _index(
             table.order[var] = len(table.order)
             table.region[var] = region
     regions.append(tuple(step for step in steps if isinstance(step, Equation)))
-
-
-def _settle_seed(serial: int, place: int, table: _Table) -> None:
-    table.place[serial] = place
 
 
 def _decide_region(
@@ -223,9 +218,9 @@ def _seeded_user_places(equation: Equation, table: _Table) -> list[int]:
 def _user_places(var: Var, table: _Table) -> list[int]:
     """Places of the users of `var`, looking through what is cloned, most frequent first."""
     places: dict[int, int] = {}
-    todo, seen = [var], {var}
+    todo, seen = deque((var,)), {var}
     while todo:
-        current = todo.pop(0)
+        current = todo.popleft()
         for place in table.wanted[current]:
             places[place] = places.get(place, 0) + 1
         for user in table.users[current]:
@@ -240,9 +235,14 @@ def _user_places(var: Var, table: _Table) -> list[int]:
 
 
 def _from_users(equation: Equation, table: _Table) -> int | None:
-    places: Iterable[int] = (
-        place for var in equation.outputs for place in _user_places(var, table)
-    )
+    places: Iterable[int]
+    if equation.serial in table.cloned.floating:
+        # each user makes it for itself: no vote, and no look along a chain that may be long
+        users = [user.serial for var in equation.outputs for user in table.users[var]]
+        wanted = [place for var in equation.outputs for place in table.wanted[var]]
+        places = (*wanted, *(table.place[user] for user in users if user in table.place))
+    else:
+        places = (place for var in equation.outputs for place in _user_places(var, table))
     return next(iter(places), None)
 
 

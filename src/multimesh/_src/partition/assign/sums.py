@@ -131,18 +131,15 @@ def _terms(
     """The terms of a sum and the additions inside it, whose results nothing else reads."""
     terms: list[Operand] = []
     inner: list[Equation] = []
-
-    def visit(operand: Operand) -> None:
+    todo = list(reversed(root.inputs))
+    while todo:  # no recursion: a norm of a large state has a thousand terms in a row
+        operand = todo.pop()
         maker = None if isinstance(operand, Lit) else made_by.get(operand)
         if maker is None or not _is_sum(maker, context) or _num_uses(maker, context) != 1:
             terms.append(operand)
-            return
-        inner.append(maker)
-        for part in maker.inputs:
-            visit(part)
-
-    for part in root.inputs:
-        visit(part)
+        else:
+            inner.append(maker)
+            todo += reversed(maker.inputs)
     return terms, inner
 
 

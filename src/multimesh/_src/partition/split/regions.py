@@ -52,13 +52,13 @@ class Flow:
         return tuple(dict.fromkeys(s for v in reads for s in self.sources(v)))
 
     def _body_imports(self, loop: Loop) -> Iterator[Var]:
-        inside = {loop.index, *(carry.inside for carry in loop.carries)}
-        made = {var for step in loop.body for var in step.outputs}
+        known = {loop.index, *(carry.inside for carry in loop.carries)}
+        known.update(var for step in loop.body for var in step.outputs)
         for step in loop.body:
             if isinstance(step, Loop) or step.serial in self.anchored:
-                yield from (v for v in self.imports(step) if v not in inside and v not in made)
+                yield from (v for v in self.imports(step) if v not in known)
         for carry in loop.carries:
-            if not isinstance(carry.next, Lit) and carry.next not in inside | made:
+            if not isinstance(carry.next, Lit) and carry.next not in known:
                 yield carry.next
 
 
@@ -117,9 +117,9 @@ def region_of(steps: tuple[Step, ...], flow: Flow) -> Region:
             continue
         position = len(region.steps)
         region.steps.append(step)
-        for var in flow.imports(step):
-            if var in made_at and made_at[var] not in region.operands[position]:
-                region.operands[position].append(made_at[var])
-                region.users[made_at[var]].append(position)
+        made = dict.fromkeys(made_at[var] for var in flow.imports(step) if var in made_at)
+        region.operands[position] += made
+        for operand in made:
+            region.users[operand].append(position)
         made_at.update(dict.fromkeys(step.outputs, position))
     return region

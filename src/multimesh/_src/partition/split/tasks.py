@@ -141,24 +141,27 @@ class Splitter:
         ordered: list[Equation] = []
         own = {var for equation in equations for var in equation.outputs}
 
-        def provide(operand: Operand) -> None:
+        def missing_clone(operand: Operand) -> Equation | None:
+            """The clone that has to come first; notes an import where there is none."""
             if isinstance(operand, Lit) or operand in made or operand in inputs:
-                return
+                return None
             maker = self.flow.maker.get(operand)
             if operand in own or maker is None or maker.serial not in self.flow.cloned:
                 inputs[operand] = None
-                return
-            add(maker)
-
-        def add(equation: Equation) -> None:
-            for operand in equation.inputs:
-                provide(operand)
-            ordered.append(equation)
-            made.update(equation.outputs)
+                return None
+            return maker
 
         for equation in equations:
-            if not made.issuperset(equation.outputs) or not equation.outputs:
-                add(equation)
+            if made.issuperset(equation.outputs) and equation.outputs:
+                continue
+            todo = [equation]
+            while todo:  # no recursion: chains of keys are long
+                clone = next(filter(None, map(missing_clone, todo[-1].inputs)), None)
+                if clone is not None:
+                    todo.append(clone)
+                    continue
+                ordered.append(todo.pop())
+                made.update(ordered[-1].outputs)
         return tuple(ordered), tuple(inputs)
 
 
