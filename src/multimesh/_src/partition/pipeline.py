@@ -5,16 +5,19 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from multimesh._src.collector import paused_collector
+from multimesh._src.frontend.matching import Match
 from multimesh._src.frontend.tracing import TracedFunction
+from multimesh._src.ir.flat import FlatProgram, Var
 from multimesh._src.ir.plan import Plan
-from multimesh._src.ir.program import LoopNode, Program, all_loops
+from multimesh._src.ir.program import LoopNode, Program, ProgramStep, all_loops
+from multimesh._src.ir.submesh import Submesh
 from multimesh._src.partition import text
-from multimesh._src.partition.assign.cloned import find_cloned
+from multimesh._src.partition.assign.cloned import Cloned, find_cloned
 from multimesh._src.partition.assign.places import assign_places
 from multimesh._src.partition.assign.saved import use_saved
 from multimesh._src.partition.assign.sums import regroup_sums
 from multimesh._src.partition.backward import Numbers
-from multimesh._src.partition.batches import store_microbatch_major
+from multimesh._src.partition.batches import Batch, store_microbatch_major
 from multimesh._src.partition.dedupe import deduplicate
 from multimesh._src.partition.emit import emit
 from multimesh._src.partition.events import Runs, walk
@@ -43,6 +46,7 @@ from multimesh._src.partition.results import argument_infos, result_places
 from multimesh._src.partition.seeds import Seeds, backward_names, find_seeds
 from multimesh._src.partition.split.regions import analyze_flow
 from multimesh._src.partition.split.tasks import Splitter
+from multimesh._src.partition.stages import Pipeline
 from multimesh._src.partition.ties import tie_layouts
 from multimesh._src.partition.transposed import merge_transposes
 from multimesh._src.schedule.simulate import Simulation
@@ -76,77 +80,133 @@ def partition(traced: TracedFunction, observe: Observer | None = None) -> Partit
     Raises:
         MultiMeshError: A subclass that says what in the user's program cannot be done.
     """
-    seeds = Seeds(traced.matcher)
-    settings = traced.settings
+    driver = _Driver(traced, Seeds(traced.matcher), observe)
+    flat, batches = _flatten(driver)
+    placed = _place(driver, flat)
+    cut = _cut(driver, placed)
+    program = _lay_out(driver, placed, cut, batches)
+    return _order(driver, cut, program, batches)
 
-    def show(name: str, printer: Callable[..., str], *made: Any) -> None:
-        if observe is not None:
-            observe(name, printer(*made))
 
+@dataclass(frozen=True, slots=True)
+class _Driver:
+    """What all passes share: the function, the submeshes found so far, and who watches."""
+
+    traced: TracedFunction
+    seeds: Seeds
+    observe: Observer | None
+
+    def show(self, name: str, printer: Callable[..., str], *made: Any) -> None:
+        """Shows what a pass made."""
+        if self.observe is not None:
+            self.observe(name, printer(*made))
+
+    def schedule_of(self, loop: LoopNode) -> Any:
+        """What the user asks for a loop's schedule."""
+        return wanted_schedule(loop.marker, self.traced.schedule)
+
+
+def _flatten(driver: _Driver) -> tuple[FlatProgram, Mapping[int, Batch]]:
+    """From a jaxpr to one list of equations, and how batch arguments are stored."""
     # Everything later works on numbered variables and whole scopes, so jits go first.
-    flat = inline(traced, seeds)
-    show("inline", text.print_flat, flat)
+    flat = inline(driver.traced, driver.seeds)
+    driver.show("inline", text.print_flat, flat)
     # While the batch is still cut by one visible reshape, take it as the form to store.
     flat, batches = store_microbatch_major(flat)
     # What nobody reads must not get a vote on placement.
     flat = prune(flat)
     # Counters and invariants leave the loops before placement, or they would tie stages together.
-    flat = simplify_loops(flat, seeds, hoist=settings.hoist_loop_invariants)
+    hoist = driver.traced.settings.hoist_loop_invariants
+    flat = simplify_loops(flat, driver.seeds, hoist=hoist)
     # Only loops without counters show that one is the transpose of another.
     flat = prune(merge_transposes(flat))
-    show("simplify_loops", text.print_flat, flat)
+    driver.show("simplify_loops", text.print_flat, flat)
+    return flat, batches
 
-    # Places come before sums are regrouped: only then is it known which sums cross submeshes.
+
+@dataclass(frozen=True, slots=True)
+class _Placed:
+    """A flat program whose equations have submeshes.
+
+    `place` has the submesh of each equation and `match` the match of each seed, by serial;
+    `arguments` the submeshes on which callers placed arguments.
+    """
+
+    flat: FlatProgram
+    place: Mapping[int, int]
+    match: Mapping[int, Match]
+    cloned: Cloned
+    arguments: Mapping[Var, int]
+
+
+def _place(driver: _Driver, flat: FlatProgram) -> _Placed:
+    """Finds the submesh of every equation."""
+    traced, seeds, settings = driver.traced, driver.seeds, driver.traced.settings
     match, seeded = find_seeds(flat, seeds)
     default = default_submesh(traced, seeds)
-    placed = placed_arguments(flat, traced, seeds)
+    arguments = placed_arguments(flat, traced, seeds)
     cloned = find_cloned(
         flat,
-        fixed=frozenset(placed),
+        fixed=frozenset(arguments),
         max_cost=settings.recompute_from_arguments_if_cost_less_than,
         max_elements=settings.replicate_parameters_smaller_than_num_elements,
     )
     wanted = wanted_submeshes(traced, seeds)
-    place = assign_places(flat, cloned, seeded, placed, wanted, default)
+    place = assign_places(flat, cloned, seeded, arguments, wanted, default)
     # Only now is it known which remat regions span submeshes and what crosses inside them.
     flat = prune(use_saved(flat, place))
+    # Places come before sums are regrouped: only then is it known which sums cross submeshes.
     flat, place = regroup_sums(flat, place, seeded, cloned)
-    show("assign", text.print_flat, flat, place)
+    driver.show("assign", text.print_flat, flat, place)
+    return _Placed(flat, place, match, cloned, arguments)
 
-    # Tasks, then the stages and loops that they form.
-    flow = analyze_flow(flat, cloned)
-    submeshes = tuple(seeds.submeshes)
-    splitter = Splitter(flat, flow, submeshes, place, match, backward_names(seeds, flat, match))
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """Tasks and loops, and the pipelines of the microbatch loops by the index of their nodes."""
+
+    flat: FlatProgram
+    submeshes: tuple[Submesh, ...]
+    steps: tuple[ProgramStep, ...]
+    pipelines: Mapping[int, Pipeline]
+
+
+def _cut(driver: _Driver, placed: _Placed) -> _Cut:
+    """Cuts the equations into tasks, and finds the stages that they form."""
+    flat, place, match = placed.flat, placed.place, placed.match
+    submeshes = tuple(driver.seeds.submeshes)
+    flow = analyze_flow(flat, placed.cloned)
+    names = backward_names(driver.seeds, flat, match)
+    splitter = Splitter(flat, flow, submeshes, place, match, names)
     steps = splitter.split()
+    # Halves of backwards are made of whole ones, so stages come first.
     avals = dict(flat.avals)
+    numbers = Numbers(avals, splitter.num_nodes)
     steps, pipelines = find_pipelines(
         steps,
         flat,
         place,
         splitter.stages,
         submeshes,
-        lambda loop, found: runs_halves(
-            found, loop.length, wanted_schedule(loop.marker, traced.schedule)
-        ),
-        Numbers(avals, splitter.num_nodes),
+        lambda loop, found: runs_halves(found, loop.length, driver.schedule_of(loop)),
+        numbers,
     )
-    flat = replace(flat, avals=avals)
-
-    # Layouts need whole bodies; equal bodies are found after constraints are in axes of submeshes.
+    # Equal bodies are found when constraints are in axes of submeshes and bodies are final.
     steps = deduplicate(steps)
     pipelines = {
         loop.index: replace(pipelines[loop.index], tasks=loop.tasks)
         for loop in all_loops(steps)
         if loop.index in pipelines
     }
-    homes = find_homes(
-        steps,
-        (*flat.arguments, *flat.constants),
-        flat.avals,
-        submeshes,
-        placed,
-        settings.replicate_parameters_smaller_than_num_elements,
-    )
+    return _Cut(replace(flat, avals=avals), submeshes, steps, pipelines)
+
+
+def _lay_out(driver: _Driver, placed: _Placed, cut: _Cut, batches: Mapping[int, Batch]) -> Program:
+    """Finds where every value lives and how it is laid out there."""
+    traced, flat, steps, submeshes = driver.traced, cut.flat, cut.steps, cut.submeshes
+    small = traced.settings.replicate_parameters_smaller_than_num_elements
+    outside = (*flat.arguments, *flat.constants)
+    homes = find_homes(steps, outside, flat.avals, submeshes, placed.arguments, small)
     given = given_layouts(flat, traced, submeshes, homes, batches)
     layouts = propagate_layouts(steps, submeshes, flat.avals, given)
     program = Program(
@@ -158,19 +218,26 @@ def partition(traced: TracedFunction, observe: Observer | None = None) -> Partit
         steps=steps,
         results=flat.results,
         home=homes,
+        # Layouts of carries and successors are tied when all others are known.
         specs=tie_layouts(layouts, steps, flat, traced, submeshes, homes),
     )
-    show("split", text.print_program, program)
+    driver.show("split", text.print_program, program)
+    return program
 
-    # Last, time: schedules order the loops, and copies stand where the order needs them.
+
+def _order(
+    driver: _Driver, cut: _Cut, program: Program, batches: Mapping[int, Batch]
+) -> Partitioned:
+    """Orders the loops by their schedules, and writes the plan."""
+    traced, pipelines = driver.traced, cut.pipelines
     schedules = {
         loop.index: schedule_loop(
             pipelines[loop.index],
             loop.length,
-            wanted_schedule(loop.marker, traced.schedule),
-            residual_memory(pipelines[loop.index], loop, flat.avals),
+            driver.schedule_of(loop),
+            residual_memory(pipelines[loop.index], loop, cut.flat.avals),
         )
-        for loop in all_loops(steps)
+        for loop in all_loops(cut.steps)
         if loop.index in pipelines
     }
 
@@ -179,14 +246,15 @@ def partition(traced: TracedFunction, observe: Observer | None = None) -> Partit
             return None
         return scheduled_runs(pipelines[loop.index], schedules[loop.index])
 
-    events, results = walk(steps, flat.results, submeshes, runs_of)
+    events, results = walk(cut.steps, program.results, cut.submeshes, runs_of)
+    # Copies stand where the order needs them, so the plan is written last.
     wanted_at = result_places(results, program, traced)
     infos = argument_infos(traced, batches)
-    plan = emit(program, events, wanted_at, infos, everywhere(traced, submeshes))
-    show("emit", text.print_plan, plan)
+    plan = emit(program, events, wanted_at, infos, everywhere(traced, cut.submeshes))
+    driver.show("emit", text.print_plan, plan)
     # Fusing looks at whole steps, so it comes when the order and the copies are settled.
-    if settings.enable_task_fusion != "never":
+    if traced.settings.enable_task_fusion != "never":
         plan = fuse_runs(plan)
-        show("fuse", text.print_plan, plan)
+        driver.show("fuse", text.print_plan, plan)
     whole = {index: pipeline.whole for index, pipeline in pipelines.items() if pipeline.whole}
     return Partitioned(program, plan, schedules, whole)

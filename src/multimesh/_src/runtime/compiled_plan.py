@@ -7,6 +7,7 @@ from typing import Any
 import jax
 from jax.sharding import Sharding
 
+from multimesh._src.collector import paused_collector
 from multimesh._src.ir.plan import Copy, Plan
 from multimesh._src.runtime.buffers import BufferedPlan, plan_buffers
 from multimesh._src.runtime.compile import CompiledExecutable, compile_executables
@@ -47,8 +48,9 @@ def compile_plan(plan: Plan, *, name: str = "step") -> "CompiledPlan":
     Raises:
         ExecutionError: XLA cannot compile a task.
     """
-    copies = _prepare_copies(plan)
-    buffered = plan_buffers(plan, {step: copy.aliases for step, copy in copies.items()})
+    with paused_collector():
+        copies = _prepare_copies(plan)
+        buffered = plan_buffers(plan, {step: copy.aliases for step, copy in copies.items()})
     return CompiledPlan(buffered, compile_executables(buffered), copies, name)
 
 
