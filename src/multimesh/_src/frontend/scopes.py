@@ -9,7 +9,7 @@ the forward ones behind a wrapper; the repetition is folded:
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from multimesh._src.ir.scope import Scope, repetition
@@ -55,6 +55,19 @@ def ambient_scope() -> Scope:
 def is_marker(component: str) -> bool:
     """Whether a component of a name stack is one of our own markers."""
     return component.startswith(MARKER_PREFIX)
+
+
+def in_iteration(scope: Scope, loop: int, iteration: int) -> Scope:
+    """Returns the scope of an equation in one iteration of a loop that is written out."""
+    marker = f"{MARKER_PREFIX}iteration:{loop}:{iteration}"
+    return replace(scope, markers=(*scope.markers, marker))
+
+
+def iteration_of(scope: Scope) -> int | None:
+    """Returns the iteration of the innermost loop around that is written out."""
+    prefix = f"{MARKER_PREFIX}iteration:"
+    found = (marker for marker in reversed(scope.markers) if marker.startswith(prefix))
+    return next((int(marker.rsplit(":", 1)[1]) for marker in found), None)
 
 
 def _names(name_stack: Any) -> tuple[list[_Name], int]:

@@ -7,7 +7,8 @@
 
 Inner jits and custom derivatives are always inlined, and so is a remat region in a forward pass. A
 remat region that recomputes is cut when it touches several submeshes (R20), and so is a scan (R11);
-otherwise both stay one equation.
+otherwise both stay one equation. A scan over layers (`scanned=True`) is written out, layer by
+layer.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from multimesh._src.frontend.scopes import scope_of_equation
+from multimesh._src.frontend.scopes import in_iteration, scope_of_equation
 from multimesh._src.frontend.tracing import TracedFunction
 from multimesh._src.ir.flat import Carry, Equation, FlatProgram, Lit, Loop, Operand, Step, Var
 from multimesh._src.ir.scope import Scope
@@ -66,6 +67,7 @@ class Builder:
     steps: list[Step] = field(default_factory=list)
     num_steps: int = 0
     _constant_of: dict[int, Var] = field(default_factory=dict)
+    _pieces: dict[Var, list[Operand]] = field(default_factory=dict)  # of stacks made here
 
     def new(self, aval: Any) -> Var:
         """Returns a new variable of type `aval`."""
@@ -114,6 +116,8 @@ class Builder:
         if name in _CALLS or (name in REMAT and self._is_open(eqn, scope)):
             return self._inline_call(eqn, inputs, scope)
         runs = name == "scan" and eqn.params["length"] > 0  # an empty stack has no slices
+        if runs and self.seeds.has_layers(eqn, scope):
+            return self._write_out(eqn, inputs, scope)
         if runs and self.seeds.num_submeshes_inside(eqn, scope) > 1:
             return self._inline_scan(eqn, inputs, scope)
         outputs = tuple(self.new(var.aval) for var in eqn.outvars)
@@ -194,6 +198,45 @@ class Builder:
         loop = Loop(self.serial(), length, index, carries, tuple(body), scope, marker)
         self.steps.append(loop)
         return outputs
+
+    def _write_out(self, eqn: Any, inputs: list[Operand], scope: Scope) -> Sequence[Operand]:
+        """Appends every iteration of a scan over layers, for each has a submesh of its own.
+
+        What the scan stacks is remembered piece by piece: the scan of the backward pass reads the
+        pieces, and a stack that nobody reads as a whole is never made.
+        """
+        parts = jaxprs.scan_parts(eqn)
+        split = parts.num_consts + parts.num_carry
+        consts, carried, xs = (
+            inputs[: parts.num_consts],
+            inputs[parts.num_consts : split],
+            inputs[split:],
+        )
+        loop = self.serial()
+        order = range(parts.length)
+        rows: dict[int, list[Operand]] = {}
+        for position in reversed(order) if parts.reverse else order:
+            inside = in_iteration(scope, loop, position)
+            slices = [self._piece(x, position, inside) for x in xs]
+            results = self.inline_closed(parts.jaxpr, [*consts, *carried, *slices], inside)
+            carried, rows[position] = results[: parts.num_carry], results[parts.num_carry :]
+        columns = [list(column) for column in zip(*(rows[i] for i in order), strict=True)]
+        stacks = [self._stack(column, scope) for column in columns]
+        return [*carried, *stacks]
+
+    def _piece(self, stack: Operand, position: int, scope: Scope) -> Operand:
+        if not isinstance(stack, Lit) and stack in self._pieces:
+            return self._pieces[stack][position]
+        return self.emit(lambda x: lax.index_in_dim(x, position, 0, False), [stack], scope)[0]
+
+    def _stack(self, pieces: list[Operand], scope: Scope) -> Operand:
+        def stacked(*values: jax.Array) -> jax.Array:
+            return lax.concatenate([lax.expand_dims(value, (0,)) for value in values], 0)
+
+        (stack,) = self.emit(stacked, pieces, scope)
+        assert not isinstance(stack, Lit)
+        self._pieces[stack] = pieces
+        return stack
 
     def _empty_stack(self, aval: Any, scope: Scope) -> Operand:
         return self.emit(lambda: empty(aval.shape, aval.dtype), [], scope)[0]

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from multimesh._src.errors import MatchError, message
 from multimesh._src.frontend.matching import Match, Matcher
-from multimesh._src.frontend.scopes import scope_of_equation
+from multimesh._src.frontend.scopes import in_iteration, iteration_of, scope_of_equation
 from multimesh._src.ir.constraint import constraint_p
 from multimesh._src.ir.flat import Equation, FlatProgram, Loop, Step, all_equations
 from multimesh._src.ir.scope import Scope
@@ -33,6 +33,7 @@ class Seeds:
     submeshes: list[Submesh] = field(default_factory=list)
     _numbers: dict[Any, int] = field(default_factory=dict)
     _inside: dict[tuple[int, Scope, bool], tuple[Match, ...]] = field(default_factory=dict)
+    _layers: dict[tuple[int, Scope], bool] = field(default_factory=dict)
     _alive: list[Any] = field(default_factory=list)
 
     def number(self, mesh: Mesh, label: str) -> int:
@@ -76,8 +77,25 @@ class Seeds:
 
     def of_scope(self, scope: Scope, iteration: int | None = None) -> Match | None:
         """The match of an equation with this scope, in an iteration of the loop around it."""
+        written_out = iteration_of(scope)
+        if written_out is not None:
+            return self.matcher.of_scope(scope, written_out)
         match = self.matcher.of_scope(scope, iteration)
         return None if match is not None and match.scanned else match
+
+    def has_layers(self, eqn: Any, scope: Scope) -> bool:
+        """Whether the iterations of a scan are layers (`scanned=True`), each with a submesh."""
+        if eqn.primitive.name != "scan":
+            return False
+        key = (id(eqn), scope)
+        if key not in self._layers:
+            self._alive.append(eqn)
+            self._layers[key] = any(
+                match.scanned
+                for inner in _scopes_of_iteration(eqn, scope)
+                if (match := self.matcher.of_scope(inner, 0)) is not None
+            )
+        return self._layers[key]
 
     def of_equation(self, equation: Equation, *, in_loop: bool = False) -> Match | None:
         """The match of an equation: of its scope, else of what is inside it.
@@ -106,7 +124,14 @@ class Seeds:
         return len({self.submesh_of(match) for match in matches}) + rotates
 
     def _walk(self, eqn: Any, scope: Scope, in_loop: bool) -> Iterator[Match]:
-        in_loop = in_loop or eqn.primitive.name == "scan"
+        if self.has_layers(eqn, scope):
+            for iteration in range(eqn.params["length"]):
+                yield from self._walk_jaxprs(eqn, in_iteration(scope, id(eqn), iteration), in_loop)
+        else:
+            in_loop = in_loop or eqn.primitive.name == "scan"
+            yield from self._walk_jaxprs(eqn, scope, in_loop)
+
+    def _walk_jaxprs(self, eqn: Any, scope: Scope, in_loop: bool) -> Iterator[Match]:
         for jaxpr in jaxprs.sub_jaxprs(eqn.params):
             for inner in jaxprs.open_jaxpr(jaxpr).eqns:
                 joined = scope.join(scope_of_equation(inner))
@@ -118,6 +143,16 @@ class Seeds:
                 if match is not None:
                     yield match
                 yield from self.inside(inner, joined, in_loop=in_loop)
+
+
+def _scopes_of_iteration(eqn: Any, scope: Scope) -> Iterator[Scope]:
+    """The scopes inside a scan, those inside scans within it left out."""
+    for jaxpr in jaxprs.sub_jaxprs(eqn.params):
+        for inner in jaxprs.open_jaxpr(jaxpr).eqns:
+            joined = scope.join(scope_of_equation(inner))
+            yield joined
+            if inner.primitive.name != "scan":
+                yield from _scopes_of_iteration(inner, joined)
 
 
 def find_seeds(flat: FlatProgram, seeds: Seeds) -> tuple[dict[int, Match], dict[int, int]]:

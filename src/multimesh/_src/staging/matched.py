@@ -41,11 +41,17 @@ def findings(traced: TracedFunction) -> Findings:
         is_new = scope not in scopes
         scopes[scope] = None
         constrained = constrained or eqn.primitive is constraint_p
-        if (is_new and traced.matcher.of_scope(scope) is not None) or _places(eqn):
+        if (is_new and _matches(traced, scope)) or _places(eqn):
             matched = True
             break
     paths = dict.fromkeys(str(scope) for scope in scopes if scope.path)
     return Findings(matched, constrained, tuple(paths), _device_sets(traced))
+
+
+def _matches(traced: TracedFunction, scope: Scope) -> bool:
+    """Whether a scope is a task, if need be in the first iteration of the loop around it."""
+    found = (traced.matcher.of_scope(scope, iteration) for iteration in (None, 0))
+    return any(match is not None for match in found)
 
 
 def _walk(jaxpr: jaxprs.AnyJaxpr, outer: Scope) -> Iterator[tuple[jaxprs.JaxprEqn, Scope]]:
