@@ -138,9 +138,7 @@ def ours(params: list[Any], batch: np.ndarray) -> Run:
     multi_mesh = MultiMesh(global_mesh=Mesh(np.array(jax.devices()), ("stage",)))
     multi_mesh.register_layers(r"layer\d+", num_layers=len(params), axis="stage")
     with multi_mesh:
-        step = mjit(
-            microbatch(jax.value_and_grad(MLP.loss), 0, size, argnum=1, schedule="1f1b")
-        )
+        step = mjit(microbatch(jax.value_and_grad(MLP.loss), 0, size, argnum=1, schedule="1f1b"))
     compiled = step.trace(params, batch).lower().compile()
     (params_at, batch_at), _ = compiled.input_shardings
     params = jax.device_put(params, params_at)

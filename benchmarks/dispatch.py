@@ -65,9 +65,7 @@ def make_step(model: Model, size: int, schedule: str) -> Any:
     """A function (params, batch) -> (params, loss)."""
 
     def step(params, batch):
-        grad_fn = microbatch(
-            jax.value_and_grad(model.loss), 0, size, argnum=1, schedule=schedule
-        )
+        grad_fn = microbatch(jax.value_and_grad(model.loss), 0, size, argnum=1, schedule=schedule)
         loss, grads = grad_fn(params, batch)
         return jax.tree.map(lambda p, g: p - 0.01 * g, params, grads), loss
 

@@ -179,7 +179,15 @@ def timed_passes() -> Iterator[dict[str, float]]:
 def print_costs(costs: Mapping[tuple[int, str], list[Cost]], console: Console) -> None:
     """The least of all rounds by number of equations and submesh."""
     table = Table(title="from trace to XLA, CPU seconds (us an equation)", box=box.SIMPLE)
-    columns = ("equations", "submesh", "jax trace+lower", "passes", "Shardy", "lowering", "ours/jax")
+    columns = (
+        "equations",
+        "submesh",
+        "jax trace+lower",
+        "passes",
+        "Shardy",
+        "lowering",
+        "ours/jax",
+    )
     for column in columns:
         table.add_column(column, justify="right", no_wrap=True)
     for (_, submesh), rounds in costs.items():

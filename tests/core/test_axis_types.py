@@ -1,6 +1,7 @@
 """Meshes with Explicit and with Auto axes, and an outer `jax.set_mesh` (R17, R18)."""
 
 import contextlib
+import os
 
 import jax
 import jax.numpy as jnp
@@ -75,6 +76,10 @@ def callback(name: str, backprop: bool) -> Task:
     return Task(name=name, mesh_slice={"stage": int(name[5:])})
 
 
+@pytest.mark.skipif(
+    os.environ.get("MULTIMESH_NO_PRIVATE_JAX", "") not in ("", "0"),
+    reason="what layout a free argument takes is found by private passes",
+)
 def test_the_tutorial(axis_type, set_mesh):
     mesh = make_mesh(axis_type, (2, 2, 2), ("stage", "batch", "model"))
     multi_mesh = MultiMesh(global_mesh=mesh)

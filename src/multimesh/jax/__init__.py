@@ -14,6 +14,7 @@ from multimesh._src.config import (
     recompute_from_arguments_if_cost_less_than,
     replicate_parameters_smaller_than_num_elements,
 )
+from multimesh._src.frontend.batches import MicrobatchedArray, prepare_batch
 from multimesh._src.frontend.contexts import Context, clear_tasks, register_task, tasks
 from multimesh._src.frontend.logical import with_sharding_constraint
 from multimesh._src.frontend.markers import task
@@ -25,6 +26,7 @@ from multimesh._src.staging.parallelize import parallelize
 
 __all__ = [
     "Context",
+    "MicrobatchedArray",
     "MultiMesh",
     "Task",
     "TaskMesh",
@@ -40,6 +42,7 @@ __all__ = [
     "mjit",
     "only_fuse_loop_tasks",
     "parallelize",
+    "prepare_batch",
     "recompute_from_arguments_if_cost_less_than",
     "register_task",
     "replicate_parameters_smaller_than_num_elements",

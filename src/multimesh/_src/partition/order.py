@@ -38,8 +38,6 @@ def runs_halves(pipeline: Pipeline, num_microbatches: int, spec: Any) -> bool:
     """Whether the schedule runs the two halves of a backward apart (or a task asks for it)."""
     if any(any(task.suffixes) for task in pipeline.tasks):
         return True
-    if spec == "auto":
-        return False
     return Kind.W in _make(pipeline, num_microbatches, spec, whole=True).kinds
 
 

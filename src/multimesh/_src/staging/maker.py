@@ -17,7 +17,13 @@ from multimesh._src.report.dump import partition_and_dump
 from multimesh._src.runtime.counters import counters
 from multimesh._src.staging.binding import Binding, registered
 from multimesh._src.staging.initial import cut_by_results, is_cut_by_results
-from multimesh._src.staging.matched import Findings, findings, is_plain, no_match_warning
+from multimesh._src.staging.matched import (
+    Findings,
+    findings,
+    is_plain,
+    no_match_warning,
+    no_matcher_warning,
+)
 from multimesh._src.staging.plain import plain_jit, together
 from multimesh._src.staging.staged import CallTypes, Lowered, PlainBackend, PlanBackend, Traced
 from multimesh._src.staging.variants import Variant, device_sets, takes_of_plan
@@ -150,9 +156,13 @@ class Maker:
             return False
         plain = is_plain(traced, found, device_sets(call.leaves))
         matchers = registered(call.contexts.contexts)
-        if (plain or self.always_ours) and not found.matched and matchers:
-            text = no_match_warning(self.binding.name, matchers, found.scopes)
-            warnings.warn(text, stacklevel=_users_frame())
+        if (plain or self.always_ours) and not found.matched:
+            if matchers:
+                text = no_match_warning(self.binding.name, matchers, found.scopes)
+                warnings.warn(text, stacklevel=_users_frame())
+            elif found.scheduled:
+                text = no_matcher_warning(self.binding.name)
+                warnings.warn(text, stacklevel=_users_frame())
         return plain and not self.always_ours
 
     def _lower_or_plain(self, traced: TracedFunction, types: CallTypes, call: Call) -> Lowered:

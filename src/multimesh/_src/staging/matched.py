@@ -7,6 +7,7 @@ from typing import Any
 from jax.sharding import Mesh, NamedSharding
 
 from multimesh._src.errors import message
+from multimesh._src.frontend.markers import microbatch_marker
 from multimesh._src.frontend.scopes import scope_of
 from multimesh._src.frontend.tracing import TracedFunction
 from multimesh._src.ir.constraint import constraint_p
@@ -23,12 +24,14 @@ class Findings:
     Attributes:
         matched: Some scope is a task, or some value is placed by hand.
         constrained: Some value has a logical or mesh sharding.
+        scheduled: Some microbatch loop names a schedule.
         scopes: The distinct paths of scopes, complete only if nothing matched.
         device_sets: Where placed arguments lie and wanted results shall lie.
     """
 
     matched: bool
     constrained: bool
+    scheduled: bool
     scopes: tuple[str, ...]
     device_sets: frozenset[frozenset[Any]]
 
@@ -36,22 +39,31 @@ class Findings:
 def findings(traced: TracedFunction) -> Findings:
     """Looks through a traced function, only as far as the first match."""
     scopes: dict[Scope, None] = {}
-    matched = constrained = False
+    matched = constrained = scheduled = False
     for eqn, scope in _walk(traced.jaxpr, traced.ambient):
         is_new = scope not in scopes
         scopes[scope] = None
         constrained = constrained or eqn.primitive is constraint_p
+        scheduled = scheduled or (is_new and _names_a_schedule(scope))
         if (is_new and _matches(traced, scope)) or _places(eqn):
             matched = True
             break
     paths = dict.fromkeys(str(scope) for scope in scopes if scope.path)
-    return Findings(matched, constrained, tuple(paths), _device_sets(traced))
+    return Findings(matched, constrained, scheduled, tuple(paths), _device_sets(traced))
 
 
 def _matches(traced: TracedFunction, scope: Scope) -> bool:
     """Whether a scope is a task, if need be in the first iteration of the loop around it."""
     found = (traced.matcher.of_scope(scope, iteration) for iteration in (None, 0))
     return any(match is not None for match in found)
+
+
+def _names_a_schedule(scope: Scope) -> bool:
+    loops = (microbatch_marker(marker) for marker in scope.markers)
+    return any(
+        loop is not None and (loop.schedule is not None or loop.custom_schedule is not None)
+        for loop in loops
+    )
 
 
 def _walk(jaxpr: jaxprs.AnyJaxpr, outer: Scope) -> Iterator[tuple[jaxprs.JaxprEqn, Scope]]:
@@ -91,6 +103,18 @@ def is_plain(traced: TracedFunction, found: Findings, placed: set[frozenset[Any]
     if len(found.device_sets | placed) > 1:
         return False
     return traced.settings.enable_fast_path or traced.global_mesh is None
+
+
+def no_matcher_warning(name: str) -> str:
+    """Returns the text of the warning that a schedule was named where nothing is registered."""
+    return message(
+        f"`{name}` has a microbatch loop with a schedule, but no task is registered here: it "
+        "runs as plain JAX, on one set of devices.",
+        ways=(
+            "make or call it inside `with multi_mesh:`, and register the scopes that are tasks.",
+            "leave `schedule` out where that is meant.",
+        ),
+    )
 
 
 def no_match_warning(name: str, matchers: tuple[str, ...], scopes: tuple[str, ...]) -> str:
