@@ -150,3 +150,15 @@ def test_replaced_equations_carry_effects_along():
     moved = jaxprs.replace_eqn(write, invars=[other, *write.invars[1:]])
     assert {eff.input for eff in moved.effects} == {other}
     assert {eff.input for eff in write.effects} == {write.invars[0]}
+
+
+def test_fresh_equations_compute_the_same_in_other_variables():
+    closed = jax.make_jaxpr(lambda x: jnp.sin(x) * 2 + x)(1.0)
+    jaxpr = jaxprs.open_jaxpr(closed)
+    (x,) = jaxpr.invars
+    env = {x: jaxprs.new_var(x.aval)}
+    eqns = jaxprs.fresh_eqns(jaxpr.eqns, env)
+    made = {var for eqn in eqns for var in eqn.outvars}
+    assert made.isdisjoint(var for eqn in jaxpr.eqns for var in eqn.outvars)
+    again = jaxprs.new_closed_jaxpr([env[x]], [env[var] for var in jaxpr.outvars], eqns)
+    assert jaxprs.evaluate(again, 3.0) == jaxprs.evaluate(closed, 3.0)

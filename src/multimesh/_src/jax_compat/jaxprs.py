@@ -188,6 +188,20 @@ def with_eqns(jaxpr: Any, eqns: Sequence[JaxprEqn]) -> Any:
     return ClosedJaxpr(jaxpr.jaxpr.replace(eqns=list(eqns)), jaxpr.consts)
 
 
+def fresh_eqns(eqns: Sequence[JaxprEqn], env: dict[Any, Atom]) -> list[JaxprEqn]:
+    """Returns the equations in fresh variables.
+
+    `env` says what stands for each variable that they read; what they make is added to it.
+    """
+    fresh: list[JaxprEqn] = []
+    for eqn in eqns:
+        reads = [atom if is_literal(atom) else env[atom] for atom in eqn.invars]
+        results = [new_var(var.aval) for var in eqn.outvars]
+        env.update(zip(eqn.outvars, results, strict=True))
+        fresh.append(replace_eqn(eqn, invars=reads, outvars=results))
+    return fresh
+
+
 # --- rewriting -----------------------------------------------------------------------------------
 
 

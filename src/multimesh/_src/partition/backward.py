@@ -108,13 +108,7 @@ def _opened(eqns: Sequence[Any], env: dict[Any, Any]) -> Iterator[Any]:
             continue
         inner = jaxprs.open_jaxpr(jaxprs.sub_jaxprs(eqn.params)[0])
         scope: dict[Any, Any] = dict(zip(inner.invars, invars, strict=True))
-        renamed: list[Any] = []
-        for inside in inner.eqns:
-            fresh = [jaxprs.new_var(var.aval) for var in inside.outvars]
-            reads = [a if jaxprs.is_literal(a) else scope[a] for a in inside.invars]
-            scope.update(zip(inside.outvars, fresh, strict=True))
-            renamed.append(jaxprs.replace_eqn(inside, invars=reads, outvars=fresh))
-        yield from _opened(renamed, {})
+        yield from _opened(jaxprs.fresh_eqns(inner.eqns, scope), {})
         outs = [a if jaxprs.is_literal(a) else scope[a] for a in inner.outvars]
         env.update(zip(eqn.outvars, outs, strict=True))
 

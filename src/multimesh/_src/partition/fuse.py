@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
-from jax.extend.core import ClosedJaxpr
 from jax.sharding import PartitionSpec
 
 from multimesh._src.ir.plan import Copy, Executable, Plan, Run, Slot, Step
@@ -138,28 +137,13 @@ def _join(
                 atoms[number] = jaxprs.new_var(var.aval)
                 specs[number] = spec
             renamed[var] = atoms[number]
-        eqns += _renamed(body.eqns, renamed)
+        eqns += jaxprs.fresh_eqns(body.eqns, renamed)
         atoms += [v if jaxprs.is_literal(v) else renamed[v] for v in body.outvars]
         specs += part.out_specs
     return Executable(
         name="+".join(dict.fromkeys(part.name for part in parts)),
-        body=_body(atoms[:num_inputs], [atoms[number] for number in kept], eqns),
+        body=jaxprs.new_closed_jaxpr(atoms[:num_inputs], [atoms[number] for number in kept], eqns),
         submesh=parts[0].submesh,
         in_specs=tuple(specs[:num_inputs]),
         out_specs=tuple(specs[number] for number in kept),
     )
-
-
-def _renamed(eqns: Sequence[Any], renamed: dict[Any, Any]) -> list[Any]:
-    """The equations in fresh variables: a body may take part twice."""
-    fresh: list[Any] = []
-    for eqn in eqns:
-        reads = [a if jaxprs.is_literal(a) else renamed[a] for a in eqn.invars]
-        results = [jaxprs.new_var(var.aval) for var in eqn.outvars]
-        renamed.update(zip(eqn.outvars, results, strict=True))
-        fresh.append(jaxprs.replace_eqn(eqn, invars=reads, outvars=results))
-    return fresh
-
-
-def _body(inputs: Sequence[Any], outputs: Sequence[Any], eqns: Sequence[Any]) -> ClosedJaxpr:
-    return jaxprs.new_closed_jaxpr(list(inputs), list(outputs), eqns)

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from multimesh._src.frontend.markers import microbatch_marker
 from multimesh._src.frontend.scopes import in_iteration, scope_of_equation
 from multimesh._src.frontend.tracing import TracedFunction
 from multimesh._src.ir.flat import Carry, Equation, FlatProgram, Lit, Loop, Operand, Step, Var
@@ -194,7 +195,7 @@ class Builder:
             )
         )
         own = scope_of_equation(eqn).markers
-        marker = next((m for m in own if m.startswith("multimesh:microbatch:")), "")
+        marker = next((m for m in own if microbatch_marker(m) is not None), "")
         loop = Loop(self.serial(), length, index, carries, tuple(body), scope, marker)
         self.steps.append(loop)
         return outputs
