@@ -71,6 +71,9 @@ fuzz: $(STAMP)
 
 bench: $(STAMP)
 	$(PY) benchmarks/dispatch.py
+	$(PY) benchmarks/call.py
+	$(PY) benchmarks/compute.py
+	$(PY) benchmarks/partition.py
 	$(PY) benchmarks/schedules.py
 	$(PY) benchmarks/planning.py
 

@@ -133,9 +133,9 @@ def cost(num_layers: int, sizes: tuple[int, int]) -> Cost:
 
 def lower_tasks(plan: Any) -> None:
     """What comes between partitioning and XLA."""
-    programs = compile_lib._programs(plan_buffers(plan))
-    distinct = {program.key(): program for program in programs if program is not None}
     with compile_lib.paused_collector(), compile_lib.no_ambient_mesh():
+        programs = compile_lib._programs(plan_buffers(plan))
+        distinct = {program.key(): program for program in programs if program is not None}
         for program in distinct.values():
             compile_lib._lower(program)
 
@@ -178,34 +178,20 @@ def timed_passes() -> Iterator[dict[str, float]]:
 
 def print_costs(costs: Mapping[tuple[int, str], list[Cost]], console: Console) -> None:
     """The least of all rounds by number of equations and submesh."""
-    table = Table(title="from trace to XLA, CPU seconds (us an equation)", box=box.SIMPLE)
-    columns = (
-        "equations",
-        "submesh",
-        "jax trace+lower",
-        "passes",
-        "Shardy",
-        "lowering",
-        "ours/jax",
-    )
-    for column in columns:
+    table = Table(title="from trace to XLA, CPU microseconds an equation", box=box.SIMPLE)
+    for column in ("equations", "submesh", "jax", "passes", "Shardy", "lowering", "ours/jax"):
         table.add_column(column, justify="right", no_wrap=True)
     for (_, submesh), rounds in costs.items():
         number = rounds[0].equations
-
-        def least(take: Callable[[Cost], float]) -> str:
-            seconds = min(map(take, rounds))
-            return f"{seconds:.2f} ({seconds / number * 1e6:.0f})"
-
-        table.add_row(
-            f"{number:,}",
-            submesh,
-            least(lambda cost: cost.jax),
-            least(lambda cost: cost.passes - cost.shardy),
-            least(lambda cost: cost.shardy),
-            least(lambda cost: cost.lowering),
-            f"{statistics.median(cost.ours / cost.jax for cost in rounds):.2f}",
+        least = (
+            min(cost.jax for cost in rounds),
+            min(cost.passes - cost.shardy for cost in rounds),
+            min(cost.shardy for cost in rounds),
+            min(cost.lowering for cost in rounds),
         )
+        cells = (f"{seconds / number * 1e6:.0f}" for seconds in least)
+        ratio = statistics.median(cost.ours / cost.jax for cost in rounds)
+        table.add_row(f"{number:,}", submesh, *cells, f"{ratio:.2f}")
     console.print(table)
 
 

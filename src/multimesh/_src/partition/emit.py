@@ -61,6 +61,7 @@ class Emitter:
     numbers: dict[Any, int] = field(default_factory=dict)
     steps: list[Step] = field(default_factory=list)
     input_slots: dict[Var, Slot] = field(default_factory=dict)
+    shardings: dict[Place, NamedSharding] = field(default_factory=dict)
 
     # --- places ---------------------------------------------------------------------------------
 
@@ -77,9 +78,13 @@ class Emitter:
         return submesh, spec
 
     def sharding(self, place: Place) -> NamedSharding:
-        submesh, spec = place
-        mesh = self.everywhere if submesh == EVERYWHERE else self.program.submeshes[submesh].mesh
-        return NamedSharding(mesh, spec)
+        """One object for a place: the slots of a plan are compared by their shardings often."""
+        if place not in self.shardings:
+            submesh, spec = place
+            submeshes = self.program.submeshes
+            mesh = self.everywhere if submesh == EVERYWHERE else submeshes[submesh].mesh
+            self.shardings[place] = NamedSharding(mesh, spec)
+        return self.shardings[place]
 
     def label(self, submesh: int) -> str:
         return "everywhere" if submesh == EVERYWHERE else self.program.submeshes[submesh].label
