@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Runs the tests on the supported range of JAX: each Python takes the JAX that its users would have.
+# Runs the core tests, and those of what differs between versions, on the supported range of JAX:
+# each Python takes the JAX that its users would have.
 # Pythons that the machine lacks are named and left out; it fails if it finds none or a run fails.
 set -u
 cd "$(dirname "$0")/.."
@@ -12,6 +13,7 @@ find_python() { # find_python 3.12 -> a path that runs, or nothing
     done
 }
 
+tests=(tests/core tests/jax_compat tests/partition tests/upstream)
 num_run=0
 failed=()
 missing=()
@@ -31,7 +33,7 @@ run() { # run PYTHON_VERSION JAX_REQUIREMENT [pytest arguments]
     fi
     echo "== $("$venv/bin/python" -c 'import sys, jax; print("Python", sys.version.split()[0], "JAX", jax.__version__)')"
     num_run=$((num_run + 1))
-    "$venv/bin/python" -m pytest -q -n "${JOBS:-2}" -m "not slow" "$@" ||
+    "$venv/bin/python" -m pytest -q -n "${JOBS:-2}" -m "not slow" "${tests[@]}" "$@" ||
         failed+=("python$version with $jax")
 }
 
