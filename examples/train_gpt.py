@@ -47,7 +47,13 @@ def make_multi_mesh(args):
     multi_mesh.register_task(r"embed\.attend|final_norm|head", task=last)
     first = Task(name="embed", mesh_slice={"stage": 0})
     multi_mesh.register_task(r"embed|position", task=first)
-    multi_mesh.register_layers(r"block_\d+", num_layers=args.layers, axis="stage")
+    multi_mesh.register_layers(
+        r"block_\d+",
+        num_layers=args.layers,
+        axis="stage",
+        interleave=args.interleave,
+        placement=args.placement,
+    )
     return multi_mesh
 
 
@@ -174,6 +180,8 @@ def parse_args():
     """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--schedule", default="1f1b", help="any of multimesh.jax.schedules")
+    parser.add_argument("--interleave", type=int, default=1, help="stages on each submesh")
+    parser.add_argument("--placement", choices=("loop", "v"), default="loop", help="of the stages")
     parser.add_argument("--steps", type=int, default=400)
     for name, size in (("stages", 2), ("data", 2), ("model", 2)):
         parser.add_argument(f"--{name}", type=int, default=size, help="size of the mesh axis")

@@ -289,3 +289,17 @@ def test_an_accumulation_over_forward_and_backward_is_not() -> None:
         return jnp.maximum(jnp.maximum(best, h), grads[0]), None
 
     assert not is_pipelined(body, BIG)
+
+
+def test_tasks_without_a_stage_join_given_stages_where_no_other_lies_between() -> None:
+    given = tasks(
+        ("embed", "F", 0, "x", "e"),
+        ("b0", "F", 0, "e", "b0"),
+        ("b1", "F", 1, "b0", "b1"),
+        ("b2", "F", 0, "b1", "b2"),
+        ("b3", "F", 1, "b2", "b3"),
+        ("head", "F", 1, "b3", "h"),
+    )
+    found = find_stages(given, {1: 0, 2: 1, 3: 2, 4: 3}, submeshes((0,), (1,)))
+    assert stages_of(found) == ["embed:0", "b0:0", "b1:1", "b2:2", "b3:3", "head:3"]
+    assert found.graph.placement == (0, 1, 0, 1)

@@ -108,38 +108,50 @@ def _forward_stages(
 ) -> dict[int, int]:
     """Stage of each forward task; stages that are not given get numbers after the given ones."""
     quotient = Quotient()
-    node_of: dict[int, int] = {}  # task -> node of the quotient
-    stages: dict[int, int] = {}  # stage -> node
+    stages: dict[int, int] = {}  # stage -> node of the quotient
     of_submesh: dict[int, list[int]] = {}
     _given_stages(tasks, given, quotient, stages, of_submesh)
     stage_of: dict[int, int] = {}
+    node_of: dict[int, int] = {}  # task -> node of the quotient
     for task in tasks:
-        sources = [node_of[index] for index in needs[task.index] if index in node_of]
-        if task.kind != forward or task.submesh not in ranked:
-            node_of[task.index] = quotient.add()
-        else:
-            stage = given.get(task.index)
-            if stage is None:
-                fits = (
-                    s
-                    for s in reversed(of_submesh.get(task.submesh, []))
-                    if not any(
-                        source != stages[s] and quotient.reaches(stages[s], source)
-                        for source in sources
-                    )
-                )
-                stage = next(fits, None)
-            if stage is None:
-                stage = max(stages, default=-1) + 1
-                stages[stage] = quotient.add()
-                of_submesh.setdefault(task.submesh, []).append(stage)
+        stage = given.get(task.index)
+        if task.kind == forward and task.submesh in ranked and stage is not None:
             stage_of[task.index] = stage
-            node_of[task.index] = stages[stage]
-        for source in sources:
-            if quotient.reaches(node_of[task.index], source):
-                _raise_cycle(task, source, tasks, needs, node_of, stage_of)
-            quotient.connect(source, node_of[task.index])
+        known = stages.get(stage_of.get(task.index, -1))
+        node_of[task.index] = quotient.add() if known is None else known
+    _connect(tasks, needs, node_of, stage_of, quotient)
+    for task in tasks:
+        if task.kind != forward or task.submesh not in ranked or task.index in stage_of:
+            continue
+        node = node_of[task.index]
+        there = of_submesh.setdefault(task.submesh, [])
+        fits = (s for s in reversed(there) if quotient.may_merge(stages[s], node))
+        stage = next(fits, None)
+        if stage is None:
+            stage = max(stages, default=-1) + 1
+            stages[stage] = node
+            there.append(stage)
+        else:
+            quotient.merge(stages[stage], node)
+        stage_of[task.index] = stage
     return stage_of
+
+
+def _connect(
+    tasks: Sequence[TaskNode],
+    needs: Mapping[int, tuple[int, ...]],
+    node_of: Mapping[int, int],
+    stage_of: Mapping[int, int],
+    quotient: Quotient,
+) -> None:
+    """Enters what runs before what, all of it before any task joins a stage."""
+    for position, task in enumerate(tasks):
+        for index in needs[task.index]:
+            source = node_of[index]
+            if quotient.reaches(node_of[task.index], source):
+                so_far = {t.index: node_of[t.index] for t in tasks[: position + 1]}
+                _raise_cycle(task, source, tasks, needs, so_far, stage_of)
+            quotient.connect(source, node_of[task.index])
 
 
 def _given_stages(
