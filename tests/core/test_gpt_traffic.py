@@ -27,7 +27,13 @@ class Setting:
 
     def __init__(self, example: ModuleType, stages: int, tied: bool):
         args = SimpleNamespace(
-            stages=stages, data=2, model=4 // stages, layers=stages, explicit=False
+            stages=stages,
+            data=2,
+            model=4 // stages,
+            layers=stages,
+            interleave=1,
+            placement="loop",
+            explicit=False,
         )
         self.config = example.Config(num_layers=stages, width=WIDTH, context=CONTEXT, tied=tied)
         optimizer = example.make_optimizer(8)

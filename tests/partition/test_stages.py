@@ -294,11 +294,11 @@ def test_an_accumulation_over_forward_and_backward_is_not() -> None:
 def test_tasks_without_a_stage_join_given_stages_where_no_other_lies_between() -> None:
     given = tasks(
         ("embed", "F", 0, "x", "e"),
-        ("b0", "F", 0, "e", "b0"),
-        ("b1", "F", 1, "b0", "b1"),
-        ("b2", "F", 0, "b1", "b2"),
-        ("b3", "F", 1, "b2", "b3"),
-        ("head", "F", 1, "b3", "h"),
+        ("b0", "F", 0, "e", "a"),
+        ("b1", "F", 1, "a", "b"),
+        ("b2", "F", 0, "b", "c"),
+        ("b3", "F", 1, "c", "d"),
+        ("head", "F", 1, "d", "h"),
     )
     found = find_stages(given, {1: 0, 2: 1, 3: 2, 4: 3}, submeshes((0,), (1,)))
     assert stages_of(found) == ["embed:0", "b0:0", "b1:1", "b2:2", "b3:3", "head:3"]
