@@ -42,7 +42,9 @@ def make_multi_mesh(args):
         (args.stages, args.data, args.model), ("stage", "data", "model"), (axis_type,) * 3
     )
     multi_mesh = MultiMesh(global_mesh=mesh)
-    last = Task(name="logits", mesh_slice={"stage": args.stages - 1})
+    # In the V placement the last stage lies where the first does.
+    end = 0 if args.placement == "v" else args.stages - 1
+    last = Task(name="logits", mesh_slice={"stage": end})
     # With tied weights the logits are made by `embed.attend`, which `embed` would match too.
     multi_mesh.register_task(r"embed\.attend|final_norm|head", task=last)
     first = Task(name="embed", mesh_slice={"stage": 0})
