@@ -176,7 +176,7 @@ def test_every_corruption_is_rejected_and_nothing_else(data):
     for _ in range(data.draw(st.integers(1, 2))):
         rank = data.draw(st.integers(0, len(rows) - 1))
         changed(data.draw, rows[rank], schedule)
-        if data.draw(st.integers(0, 5)) == 0:
+        if rows[-1] and data.draw(st.integers(0, 5)) == 0:
             rows[rank].append(rows[-1].pop())
         assume(all(rows))
     m = schedule.num_microbatches
