@@ -28,13 +28,13 @@ class Settings:
         ignore_transforms: Every transform of ours is the identity: the program is plain JAX.
         enable_recomputation: Cheap results are computed again instead of sent to another submesh.
         enable_task_fusion: Whether neighbouring tasks are fused: "auto", "always" or "never".
-        only_fuse_loop_tasks: Tasks outside loops are never fused.
+        only_fuse_loop_tasks: Tasks outside loops are never fused. No other tasks are fused so far.
         enable_fast_path: Programs that lie on one device set and match no task are plain JAX.
         schedule: The schedule of microbatch loops that name none. None: the default schedule.
         hoist_loop_invariants: What depends on loop constants alone is computed once, when it is not
             larger than its inputs.
         defer_grad_reduction: Whether data-parallel gradient reductions wait for the end of the
-            loop: "auto", True or False.
+            loop: "auto", True or False. Without effect so far: they run in every microbatch.
         replicate_parameters_smaller_than_num_elements: Arrays of at most so many elements are
             replicated over the submeshes that use them.
         recompute_from_arguments_if_cost_less_than: Limit for recomputation, in element operations

@@ -145,10 +145,11 @@ def _place(driver: _Driver, flat: FlatProgram) -> _Placed:
     match, seeded = find_seeds(flat, seeds)
     default = default_submesh(traced, seeds)
     arguments = placed_arguments(flat, traced, seeds)
+    limit = settings.recompute_from_arguments_if_cost_less_than
     cloned = find_cloned(
         flat,
         fixed=frozenset(arguments),
-        max_cost=settings.recompute_from_arguments_if_cost_less_than,
+        max_cost=limit if settings.enable_recomputation else 0,
         max_elements=settings.replicate_parameters_smaller_than_num_elements,
     )
     wanted = wanted_submeshes(traced, seeds)
