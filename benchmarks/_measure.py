@@ -112,4 +112,4 @@ def print_table(title: str, rows: Mapping[str, Mapping[str, Timing]], base: str)
                 f"{paired_ratio(timing, floor):.3f}",
             )
         table.add_section()
-    Console().print(table)
+    Console(width=100).print(table)

@@ -27,7 +27,8 @@ class Settings:
         autoshard: Names in sharding constraints are logical axes. On inside a `MultiMesh`.
         ignore_transforms: Every transform of ours is the identity: the program is plain JAX.
         enable_recomputation: Cheap results are computed again instead of sent to another submesh.
-        enable_task_fusion: Whether neighbouring tasks are fused: "auto", "always" or "never".
+        enable_task_fusion: Whether neighbouring tasks are fused: "auto", "always" or "never". With
+            "never" a microbatch loop on one submesh is also cut into the tasks that it names.
         only_fuse_loop_tasks: Tasks outside loops are never fused. No other tasks are fused so far.
         enable_fast_path: Programs that lie on one device set and match no task are plain JAX.
         schedule: The schedule of microbatch loops that name none. None: the default schedule.

@@ -7,8 +7,8 @@
 
 Inner jits and custom derivatives are always inlined, and so is a remat region in a forward pass. A
 remat region that recomputes is cut when it touches several submeshes (R20), and so is a scan (R11);
-otherwise both stay one equation. A scan over layers (`scanned=True`) is written out, layer by
-layer.
+otherwise both stay one equation, unless tasks are never to be fused: then a scan of several tasks
+is cut too. A scan over layers (`scanned=True`) is written out, layer by layer.
 """
 
 from collections.abc import Callable, Sequence
@@ -41,7 +41,7 @@ def inline(traced: TracedFunction, seeds: Seeds) -> FlatProgram:
         traced: The function; its jaxpr's consts become `constants`.
         seeds: Decides which scans and remat regions are cut.
     """
-    builder = Builder(seeds)
+    builder = Builder(seeds, fuses=traced.settings.enable_task_fusion != "never")
     jaxpr = jaxprs.open_jaxpr(traced.jaxpr)
     consts = jaxprs.consts_of(traced.jaxpr)
     arguments = tuple(builder.new(var.aval) for var in jaxpr.invars)
@@ -63,6 +63,7 @@ class Builder:
     """A flat program in the making: numbers variables and equations."""
 
     seeds: Seeds
+    fuses: bool = True
     avals: dict[Var, Any] = field(default_factory=dict)
     constants: dict[Var, Any] = field(default_factory=dict)
     steps: list[Step] = field(default_factory=list)
@@ -119,11 +120,17 @@ class Builder:
         runs = name == "scan" and eqn.params["length"] > 0  # an empty stack has no slices
         if runs and self.seeds.has_layers(eqn, scope):
             return self._write_out(eqn, inputs, scope)
-        if runs and self.seeds.num_submeshes_inside(eqn, scope) > 1:
+        if runs and self._is_cut(eqn, scope):
             return self._inline_scan(eqn, inputs, scope)
         outputs = tuple(self.new(var.aval) for var in eqn.outvars)
         self.steps.append(Equation(self.serial(), eqn, tuple(inputs), outputs, scope))
         return outputs
+
+    def _is_cut(self, eqn: Any, scope: Scope) -> bool:
+        """Whether a scan becomes a loop of tasks; one whole task is faster where it can be."""
+        tasks = self.seeds.inside(eqn, scope)
+        several = not self.fuses and len({match.name for match in tasks}) > 1
+        return several or self.seeds.num_submeshes_inside(eqn, scope) > 1
 
     def _is_open(self, eqn: Any, scope: Scope) -> bool:
         """Whether a remat region is cut; one that is not differentiated recomputes nothing."""
