@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from multimesh._src.ir.flat import Lit, Var
 from multimesh._src.ir.plan import (
+    Block,
     Constant,
     Copy,
     Executable,
@@ -39,11 +40,13 @@ Place: TypeAlias = tuple[int, PartitionSpec]
 
 @dataclass(frozen=True, slots=True)
 class ArgumentInfo:
-    """What the plan says of an argument."""
+    """What the plan says of an argument, or of a block of the `index`-th one."""
 
+    index: int
     name: str
     donated: bool
     batch: Batch | None
+    block: Block | None
 
 
 @dataclass(slots=True)
@@ -200,6 +203,7 @@ def emit(
     events: Sequence[Event],
     results: Sequence[tuple[Item, Place | None]],
     arguments: Sequence[ArgumentInfo],
+    output_blocks: tuple[Block | None, ...],
     everywhere: Mesh,
 ) -> Plan:
     """Returns the plan of a program.
@@ -209,6 +213,7 @@ def emit(
         events: All runs in order.
         results: What each result is, and the place it is wanted at (None: where it is made).
         arguments: What to say of each argument.
+        output_blocks: For each result which block it is; empty where none is.
         everywhere: The mesh of values that live everywhere.
     """
     names = [info.name for info in arguments]
@@ -224,8 +229,8 @@ def emit(
         outputs.append(emitter.provide(item, place, copies))
     emitter.flush(copies)
     inputs = tuple(
-        _input_of(position, var, info, emitter)
-        for position, (var, info) in enumerate(zip(program.arguments, arguments, strict=True))
+        _input_of(var, info, emitter)
+        for var, info in zip(program.arguments, arguments, strict=True)
     )
     return Plan(
         slots=tuple(emitter.slots),
@@ -234,6 +239,7 @@ def emit(
         executables=tuple(emitter.executables),
         steps=tuple(emitter.steps),
         outputs=tuple(outputs),
+        output_blocks=output_blocks,
     )
 
 
@@ -264,8 +270,8 @@ def _targets(
     return targets
 
 
-def _input_of(position: int, var: Var, info: ArgumentInfo, emitter: Emitter) -> Input:
+def _input_of(var: Var, info: ArgumentInfo, emitter: Emitter) -> Input:
     slots = (emitter.input_slots[var],) if var in emitter.input_slots else ()
-    if info.batch is None:
-        return Input(position, info.name, slots, info.donated)
-    return Input(position, info.name, slots, info.donated, info.batch.microbatches, info.batch.dim)
+    batch = info.batch
+    cut = (0, 0) if batch is None else (batch.microbatches, batch.dim)
+    return Input(info.index, info.name, slots, info.donated, *cut, info.block)

@@ -17,7 +17,7 @@ from multimesh._src.partition.assign.places import assign_places
 from multimesh._src.partition.assign.saved import use_saved
 from multimesh._src.partition.assign.sums import regroup_sums
 from multimesh._src.partition.backward import Numbers
-from multimesh._src.partition.batches import Batch, store_microbatch_major
+from multimesh._src.partition.batches import store_microbatch_major
 from multimesh._src.partition.dedupe import deduplicate
 from multimesh._src.partition.emit import emit
 from multimesh._src.partition.events import Runs, walk
@@ -46,8 +46,9 @@ from multimesh._src.partition.results import argument_infos, result_places
 from multimesh._src.partition.seeds import Seeds, backward_names, find_seeds
 from multimesh._src.partition.split.regions import analyze_flow
 from multimesh._src.partition.split.tasks import Splitter
+from multimesh._src.partition.stacks.stacks import Stacks, split_stacks
 from multimesh._src.partition.stages import Pipeline
-from multimesh._src.partition.ties import tie_layouts
+from multimesh._src.partition.ties import tie_blocks, tie_layouts
 from multimesh._src.partition.transposed import merge_transposes
 from multimesh._src.schedule.simulate import Simulation
 
@@ -59,10 +60,12 @@ Observer: TypeAlias = Callable[[str, str], None]
 class Partitioned:
     """What partitioning gives: the program for reports, and the plan to compile.
 
+    `traced` is the function with an argument and a result for each block of a stack.
     `schedules` has the simulation of each microbatch loop, by the index of its node; `whole` the
     names of its backward tasks that could not be split although the schedule runs halves (S3).
     """
 
+    traced: TracedFunction
     program: Program
     plan: Plan
     schedules: Mapping[int, Simulation]
@@ -81,11 +84,12 @@ def partition(traced: TracedFunction, observe: Observer | None = None) -> Partit
         MultiMeshError: A subclass that says what in the user's program cannot be done.
     """
     driver = _Driver(traced, Seeds(traced.matcher), observe)
-    flat, batches = _flatten(driver)
-    placed = _place(driver, flat)
+    stacks = _flatten(driver)
+    driver = replace(driver, traced=stacks.traced)
+    placed = _place(driver, stacks)
     cut = _cut(driver, placed)
-    program = _lay_out(driver, placed, cut, batches)
-    return _order(driver, cut, program, batches)
+    program = _lay_out(driver, placed, cut, stacks)
+    return _order(driver, cut, program, stacks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +110,8 @@ class _Driver:
         return wanted_schedule(loop.marker, self.traced.schedule)
 
 
-def _flatten(driver: _Driver) -> tuple[FlatProgram, Mapping[int, Batch]]:
-    """From a jaxpr to one list of equations, and how batch arguments are stored."""
+def _flatten(driver: _Driver) -> Stacks:
+    """From a jaxpr to one list of equations, on arguments as they are stored."""
     # Everything later works on numbered variables and whole scopes, so jits go first.
     flat = inline(driver.traced, driver.seeds)
     driver.show("inline", text.print_flat, flat)
@@ -121,7 +125,10 @@ def _flatten(driver: _Driver) -> tuple[FlatProgram, Mapping[int, Batch]]:
     # Only loops without counters show that one is the transpose of another.
     flat = prune(merge_transposes(flat))
     driver.show("simplify_loops", text.print_flat, flat)
-    return flat, batches
+    # Stacks are split before anything is placed: a stack has no place, its blocks have.
+    stacks = split_stacks(flat, driver.traced, driver.seeds, batches)
+    driver.show("split_stacks", text.print_flat, stacks.program)
+    return stacks
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,12 +146,14 @@ class _Placed:
     arguments: Mapping[Var, int]
 
 
-def _place(driver: _Driver, flat: FlatProgram) -> _Placed:
+def _place(driver: _Driver, stacks: Stacks) -> _Placed:
     """Finds the submesh of every equation."""
     traced, seeds, settings = driver.traced, driver.seeds, driver.traced.settings
+    flat = stacks.program
     match, seeded = find_seeds(flat, seeds)
+    seeded |= stacks.pinned
     default = default_submesh(traced, seeds)
-    arguments = placed_arguments(flat, traced, seeds)
+    arguments = placed_arguments(flat, traced, seeds) | stacks.placed
     limit = settings.recompute_from_arguments_if_cost_less_than
     cloned = find_cloned(
         flat,
@@ -152,6 +161,7 @@ def _place(driver: _Driver, flat: FlatProgram) -> _Placed:
         max_cost=limit if settings.enable_recomputation else 0,
         max_elements=settings.replicate_parameters_smaller_than_num_elements,
     )
+    cloned = replace(cloned, light=cloned.light | stacks.light)
     wanted = wanted_submeshes(traced, seeds)
     place = assign_places(flat, cloned, seeded, arguments, wanted, default)
     # Only now is it known which remat regions span submeshes and what crosses inside them.
@@ -202,14 +212,15 @@ def _cut(driver: _Driver, placed: _Placed) -> _Cut:
     return _Cut(replace(flat, avals=avals), submeshes, steps, pipelines)
 
 
-def _lay_out(driver: _Driver, placed: _Placed, cut: _Cut, batches: Mapping[int, Batch]) -> Program:
+def _lay_out(driver: _Driver, placed: _Placed, cut: _Cut, stacks: Stacks) -> Program:
     """Finds where every value lives and how it is laid out there."""
     traced, flat, steps, submeshes = driver.traced, cut.flat, cut.steps, cut.submeshes
     small = traced.settings.replicate_parameters_smaller_than_num_elements
     outside = (*flat.arguments, *flat.constants)
     homes = find_homes(steps, outside, flat.avals, submeshes, placed.arguments, small)
-    given = given_layouts(flat, traced, submeshes, homes, batches)
+    given = given_layouts(flat, traced, submeshes, homes, stacks.batches)
     layouts = propagate_layouts(steps, submeshes, flat.avals, given)
+    tie_blocks(layouts, flat, stacks, submeshes, homes)
     program = Program(
         name=flat.name,
         submeshes=submeshes,
@@ -226,9 +237,7 @@ def _lay_out(driver: _Driver, placed: _Placed, cut: _Cut, batches: Mapping[int, 
     return program
 
 
-def _order(
-    driver: _Driver, cut: _Cut, program: Program, batches: Mapping[int, Batch]
-) -> Partitioned:
+def _order(driver: _Driver, cut: _Cut, program: Program, stacks: Stacks) -> Partitioned:
     """Orders the loops by their schedules, and writes the plan."""
     traced, pipelines = driver.traced, cut.pipelines
     schedules = {
@@ -250,12 +259,13 @@ def _order(
     events, results = walk(cut.steps, program.results, cut.submeshes, runs_of)
     # Copies stand where the order needs them, so the plan is written last.
     wanted_at = result_places(results, program, traced)
-    infos = argument_infos(traced, batches)
-    plan = emit(program, events, wanted_at, infos, everywhere(traced, cut.submeshes))
+    infos = argument_infos(traced, stacks.batches, stacks.arguments)
+    whole_mesh = everywhere(traced, cut.submeshes)
+    plan = emit(program, events, wanted_at, infos, stacks.results, whole_mesh)
     driver.show("emit", text.print_plan, plan)
     # Fusing looks at whole steps, so it comes when the order and the copies are settled.
     if traced.settings.enable_task_fusion != "never":
         plan = fuse_runs(plan)
         driver.show("fuse", text.print_plan, plan)
     whole = {index: pipeline.whole for index, pipeline in pipelines.items() if pipeline.whole}
-    return Partitioned(program, plan, schedules, whole)
+    return Partitioned(traced, program, plan, schedules, whole)

@@ -25,6 +25,7 @@ from multimesh._src.runtime.executor import (
 )
 from multimesh._src.runtime.inputs import Inputs
 from multimesh._src.runtime.reshard import CopyItem, PreparedCopy, prepare_copy
+from multimesh._src.runtime.stacks import results_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +86,7 @@ class CompiledPlan:
         self.name = name
         self._executables = tuple(executables)
         self._inputs = Inputs(buffered, name)
-        self._outputs = buffered.plan.outputs
+        self._results = results_of(buffered.plan)
         self._template = _constants(buffered.plan)
         calls, orders = [], []
         for step in buffered.plan.steps:
@@ -122,7 +123,9 @@ class CompiledPlan:
                     self._inputs.load(arguments, slots)
                     loaded = True
                     run_steps(self._checked() if needs_checks() else self._steps, slots)
-                    results = [slots[slot] for slot in self._outputs]
+                    results = [
+                        slots[r] if isinstance(r, int) else r.join(slots) for r in self._results
+                    ]
                     self._inputs.retire(arguments)
             except BaseException:
                 slots.clear()
@@ -144,19 +147,19 @@ class CompiledPlan:
         stores microbatch-major it is the sharding of `[microbatches, size, ...]`.
         """
         plan = self.buffered.plan
-        found = {entry.index: entry for entry in plan.inputs}
-        return tuple(
-            plan.slots[found[index].slots[0]].sharding
-            if index in found and found[index].slots
-            else None
-            for index in range(max(found, default=-1) + 1)
-        )
+        found: dict[int, Sharding] = {}
+        for entry in plan.inputs:
+            if entry.slots:
+                sharding = plan.slots[entry.slots[0]].sharding
+                block = entry.block
+                found[entry.index] = sharding if block is None else block.whole_sharding(sharding)
+        return tuple(map(found.get, range(max((e.index for e in plan.inputs), default=-1) + 1)))
 
     @property
     def output_shardings(self) -> tuple[Sharding, ...]:
         """Per flat result where it lies."""
-        plan = self.buffered.plan
-        return tuple(plan.slots[slot].sharding for slot in plan.outputs)
+        slots = self.buffered.plan.slots
+        return tuple(slots[r].sharding if isinstance(r, int) else r.sharding for r in self._results)
 
     @property
     def executables(self) -> Mapping[str, jax.stages.Compiled]:

@@ -78,11 +78,14 @@ def takes_of_plan(plan: Plan, traced: TracedFunction, matched: bool) -> tuple[Ta
 def user_sharding(plan: Plan, entry: Input) -> NamedSharding | None:
     """Returns the sharding of an argument as the user holds it; None if it is unused.
 
-    A batch `[..., B, ...]` that is stored as `[m, ..., B / m, ...]` has the layout of its rows.
+    A batch `[..., B, ...]` that is stored as `[m, ..., B / m, ...]` has the layout of its rows, and
+    a stack that is kept in blocks lies on the devices of all of them.
     """
     if not entry.slots:
         return None
     sharding = plan.slots[entry.slots[0]].sharding
+    if entry.block is not None:
+        return entry.block.whole_sharding(sharding)
     if not entry.microbatches:
         return sharding
     spec = PartitionSpec(*sharding.spec[1:])

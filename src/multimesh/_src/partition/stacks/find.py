@@ -1,0 +1,168 @@
+"""Finds the stacks of a program: arrays `[L, ...]` whose rows are read on several submeshes.
+
+    w: f32[4,8,8]   x = layer0(x, w[0]) @0 ; x = layer1(x, w[1]) @1 ; ...
+    g = concatenate dw0 dw1 ... ; m' = 0.9 m + g ; w' = w - m'     ->    family {w, g, m, m', w'}
+
+Arrays that are combined row by row form a *family*: they are kept alike, or rows would move in the
+optimizer. A family with an array that something needs as a whole is kept on one submesh.
+"""
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from multimesh._src.ir.flat import Carry, Equation, FlatProgram, Lit, Loop, Step, Var
+from multimesh._src.partition.stacks.rows import Relation, relation_of, rows_of_read
+
+_MAX_LOOK_AHEAD = 64
+"""How many values are looked at to find who uses a row."""
+
+
+@dataclass(slots=True)
+class Family:
+    """Arrays that are combined row by row.
+
+    Attributes:
+        num_rows: The size of their first dim.
+        arguments: Those that are arguments of the program.
+        reads: Where rows are read, with the submeshes that use them.
+        joins: Where rows come together.
+        whole: Whether something needs an array as a whole.
+    """
+
+    num_rows: int
+    arguments: list[Var] = field(default_factory=list)
+    reads: list[tuple[Equation, tuple[int, ...]]] = field(default_factory=list)
+    joins: list[Equation] = field(default_factory=list)
+    whole: bool = False
+
+    @property
+    def submeshes(self) -> tuple[int, ...]:
+        """The submeshes that use rows, those that use most first."""
+        rows: dict[int, set[int]] = {}
+        for equation, users in self.reads:
+            for user in users:
+                rows.setdefault(user, set()).update(rows_of_read(equation))
+        return tuple(sorted(rows, key=lambda submesh: -len(rows[submesh])))
+
+
+@dataclass(frozen=True, slots=True)
+class Families:
+    """All families by number, and the number of each variable's."""
+
+    families: Mapping[int, Family]
+    of: Mapping[Var, int]
+
+
+def find_families(
+    program: FlatProgram, candidates: frozenset[Var], seeded: Mapping[int, int]
+) -> Families:
+    """Returns the families that hold a candidate.
+
+    Args:
+        program: The flat program.
+        candidates: Arguments that may be stacks.
+        seeded: Submesh of each seed, by serial.
+    """
+    search = _Search(program)
+    search.visit(program.steps)
+    roots = {search.root(var) for var in candidates}
+    families: dict[int, Family] = {}
+    of: dict[Var, int] = {}
+    for var, aval in program.avals.items():
+        root = search.root(var)
+        if root in roots and aval.ndim:
+            of[var] = root
+            families.setdefault(root, Family(aval.shape[0]))
+    for var in program.arguments:
+        if var in of:
+            families[of[var]].arguments.append(var)
+    for equation, relation in search.related:
+        _note(equation, relation, families, of, search, seeded)
+    for var in search.whole & of.keys():
+        families[of[var]].whole = True
+    return Families(families, of)
+
+
+def _note(
+    equation: Equation,
+    relation: Relation,
+    families: Mapping[int, Family],
+    of: Mapping[Var, int],
+    search: "_Search",
+    seeded: Mapping[int, int],
+) -> None:
+    (output,) = equation.outputs
+    if relation.kind == "join" and output in of:
+        families[of[output]].joins.append(equation)
+    if relation.kind == "read":
+        (stack,) = equation.inputs
+        if not isinstance(stack, Lit) and stack in of:
+            users = tuple(search.users_of(output, seeded))
+            families[of[stack]].reads.append((equation, users))
+
+
+@dataclass(slots=True)
+class _Search:
+    """Which variables are combined row by row, and who reads what."""
+
+    program: FlatProgram
+    parent: dict[Var, Var] = field(default_factory=dict)
+    users: dict[Var, list[Equation | Carry]] = field(default_factory=dict)
+    related: list[tuple[Equation, Relation]] = field(default_factory=list)
+    whole: set[Var] = field(default_factory=set)
+
+    def root(self, var: Var) -> Var:
+        parent = self.parent
+        while parent.get(var, var) != var:
+            parent[var] = parent.get(parent[var], parent[var])
+            var = parent[var]
+        return var
+
+    def join(self, one: Var, other: Var) -> None:
+        self.parent[self.root(one)] = self.root(other)
+
+    def visit(self, steps: tuple[Step, ...]) -> None:
+        for step in steps:
+            if isinstance(step, Loop):
+                for carry in step.carries:
+                    for end in (carry.init, carry.next, carry.result):
+                        if not isinstance(end, Lit):
+                            self.join(end, carry.inside)
+                            self.users.setdefault(end, []).append(carry)
+                self.visit(step.body)
+            else:
+                self._equation(step)
+
+    def _equation(self, equation: Equation) -> None:
+        relation = relation_of(equation, self.program.avals)
+        reads = [(i, v) for i, v in enumerate(equation.inputs) if not isinstance(v, Lit)]
+        for position, var in reads:
+            self.users.setdefault(var, []).append(equation)
+            if position in relation.aligned:
+                if relation.kind == "rows":
+                    self.join(var, equation.outputs[0])
+            elif self.program.avals[var].ndim and relation.kind != "read":
+                self.whole.add(var)
+        if relation.kind in ("join", "read"):
+            self.related.append((equation, relation))
+
+    def users_of(self, var: Var, seeded: Mapping[int, int]) -> Iterator[int]:
+        """The submeshes of the nearest seeds that use a variable, by way of arrays of one row."""
+        avals = self.program.avals
+        todo, seen = deque((var,)), {var}
+        found: dict[int, None] = {}
+        while todo and len(seen) < _MAX_LOOK_AHEAD:
+            for user in self.users.get(todo.popleft(), ()):
+                if isinstance(user, Carry):
+                    new = [user.inside, user.result]
+                elif user.serial in seeded:
+                    found[seeded[user.serial]] = None
+                    continue
+                else:
+                    joins = relation_of(user, avals).kind == "join"
+                    new = [] if joins else list(user.outputs)
+                new = [v for v in new if v not in seen and avals[v].ndim]
+                todo += new
+                seen.update(new)
+        yield from found
