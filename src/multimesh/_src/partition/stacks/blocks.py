@@ -27,7 +27,7 @@ class Blocks:
     """Consecutive rows that lie together.
 
     Attributes:
-        submeshes: The submesh of each block.
+        submeshes: The submesh of each block; empty for one block that may lie anywhere.
         bounds: Where blocks begin, and where the last one ends.
         mesh: The devices of all blocks, with axis `axis` over the blocks; None for one block.
         axis: The axis that shards the first dim; empty for one block.
@@ -43,6 +43,10 @@ class Blocks:
         """Whether there is more than one block."""
         return len(self.submeshes) > 1
 
+    def owner(self, number: int) -> int | None:
+        """The submesh of a block, if it has one."""
+        return self.submeshes[number] if self.submeshes else None
+
     def spec_inside(self, spec: PartitionSpec | None) -> PartitionSpec | None:
         """The layout of a block of an array that is laid out by `spec`."""
         if spec is None or not len(spec):
@@ -54,6 +58,9 @@ class Blocks:
 
 def choose_blocks(family: Family, seeds: Seeds, whole: Mesh | None, axis: str) -> Blocks | None:
     """Chooses the blocks of a family; None where it can be left as it is.
+
+    A family without arguments that comes together inside of a loop has one block that may lie
+    anywhere: the loop then keeps its pieces.
 
     Args:
         family: The family.
@@ -70,8 +77,7 @@ def choose_blocks(family: Family, seeds: Seeds, whole: Mesh | None, axis: str) -
         positions = list(range(whole.shape[axis]))
     even = len(positions) > 1 and family.num_rows > 0 and family.num_rows % len(positions) == 0
     if family.whole or whole is None or len(axes) != 1 or not even:
-        one = family.submeshes[:1]
-        return Blocks(one, (0, family.num_rows), None, "") if len(family.submeshes) > 1 else None
+        return _one_block(family)
     (name,) = axes
     size = family.num_rows // len(positions)
     return Blocks(
@@ -83,6 +89,15 @@ def choose_blocks(family: Family, seeds: Seeds, whole: Mesh | None, axis: str) -
         mesh=_part(whole, name, positions),
         axis=name,
     )
+
+
+def _one_block(family: Family) -> Blocks | None:
+    users = family.submeshes
+    if len(users) > 1 and family.arguments:
+        return Blocks(users[:1], (0, family.num_rows), None, "")
+    if family.in_pieces and not (users and family.arguments):
+        return Blocks((), (0, family.num_rows), None, "")
+    return None
 
 
 def _part(whole: Mesh, axis: str, positions: Sequence[int]) -> Mesh:

@@ -28,6 +28,7 @@ class Family:
         reads: Where rows are read, with the submeshes that use them.
         joins: Where rows come together.
         whole: Whether something needs an array as a whole.
+        in_pieces: Whether rows come together inside of a loop that adds them up or reads them.
     """
 
     num_rows: int
@@ -35,6 +36,7 @@ class Family:
     reads: list[tuple[Equation, tuple[int, ...]]] = field(default_factory=list)
     joins: list[Equation] = field(default_factory=list)
     whole: bool = False
+    in_pieces: bool = False
 
     @property
     def submeshes(self) -> tuple[int, ...]:
@@ -57,7 +59,7 @@ class Families:
 def find_families(
     program: FlatProgram, candidates: frozenset[Var], seeded: Mapping[int, int]
 ) -> Families:
-    """Returns the families that hold a candidate.
+    """Returns the families that hold a candidate, or that come together inside of a loop.
 
     Args:
         program: The flat program.
@@ -66,14 +68,16 @@ def find_families(
     """
     search = _Search(program)
     search.visit(program.steps)
-    roots = {search.root(var) for var in candidates}
+    pieces = {search.root(var) for var in search.joined_in_loops}
+    pieces &= {search.root(var) for var in search.carried | search.read}
+    roots = {search.root(var) for var in candidates} | pieces
     families: dict[int, Family] = {}
     of: dict[Var, int] = {}
     for var, aval in program.avals.items():
         root = search.root(var)
         if root in roots and aval.ndim:
             of[var] = root
-            families.setdefault(root, Family(aval.shape[0]))
+            families.setdefault(root, Family(aval.shape[0], in_pieces=root in pieces))
     for var in program.arguments:
         if var in of:
             families[of[var]].arguments.append(var)
@@ -111,6 +115,9 @@ class _Search:
     users: dict[Var, list[Equation | Carry]] = field(default_factory=dict)
     related: list[tuple[Equation, Relation]] = field(default_factory=list)
     whole: set[Var] = field(default_factory=set)
+    carried: set[Var] = field(default_factory=set)
+    read: set[Var] = field(default_factory=set)
+    joined_in_loops: set[Var] = field(default_factory=set)
 
     def root(self, var: Var) -> Var:
         parent = self.parent
@@ -122,19 +129,20 @@ class _Search:
     def join(self, one: Var, other: Var) -> None:
         self.parent[self.root(one)] = self.root(other)
 
-    def visit(self, steps: tuple[Step, ...]) -> None:
+    def visit(self, steps: tuple[Step, ...], *, in_loop: bool = False) -> None:
         for step in steps:
             if isinstance(step, Loop):
+                self.carried.update(carry.inside for carry in step.carries)
                 for carry in step.carries:
                     for end in (carry.init, carry.next, carry.result):
                         if not isinstance(end, Lit):
                             self.join(end, carry.inside)
                             self.users.setdefault(end, []).append(carry)
-                self.visit(step.body)
+                self.visit(step.body, in_loop=True)
             else:
-                self._equation(step)
+                self._equation(step, in_loop)
 
-    def _equation(self, equation: Equation) -> None:
+    def _equation(self, equation: Equation, in_loop: bool) -> None:
         relation = relation_of(equation, self.program.avals)
         reads = [(i, v) for i, v in enumerate(equation.inputs) if not isinstance(v, Lit)]
         for position, var in reads:
@@ -146,6 +154,10 @@ class _Search:
                 self.whole.add(var)
         if relation.kind in ("join", "read"):
             self.related.append((equation, relation))
+        if relation.kind == "join" and in_loop:
+            self.joined_in_loops.update(equation.outputs)
+        if relation.kind == "read":
+            self.read.update(v for _, v in reads)
 
     def users_of(self, var: Var, seeded: Mapping[int, int]) -> Iterator[int]:
         """The submeshes of the nearest seeds that use a variable, by way of arrays of one row."""

@@ -72,9 +72,15 @@ Shapes: TypeAlias = Sequence[tuple[int, ...]]
 
 
 def _elementwise(shapes: Shapes, out: tuple[int, ...]) -> Relation:
-    if not out or any(shape not in ((), out) for shape in shapes):
+    if not out or any(not _fits(shape, out) for shape in shapes if shape):
         return _WHOLE
-    return Relation("rows", tuple(i for i, shape in enumerate(shapes) if shape))
+    return Relation("rows", tuple(i for i, s in enumerate(shapes) if s and s[0] == out[0]))
+
+
+def _fits(shape: tuple[int, ...], out: tuple[int, ...]) -> bool:
+    """Whether an operand has the shape of the result, but for dims of size 1."""
+    same = len(shape) == len(out)
+    return same and all(size in (1, whole) for size, whole in zip(shape, out, strict=True))
 
 
 def _broadcast(params: Mapping[str, Any], shapes: Shapes, out: tuple[int, ...]) -> Relation:

@@ -199,7 +199,7 @@ class StackSplitter:
         if len(operands) < len(inputs):  # a sum with zeros
             return operands[0] if operands else None
         num_rows = bounds[number + 1] - bounds[number]
-        owner = None if owners is None else owners.submeshes[number]
+        owner = None if owners is None else owners.owner(number)
         return self._resized(equation, operands, num_rows, owner)
 
     def _resized(
@@ -244,7 +244,7 @@ class StackSplitter:
         combine = getattr(lax, f"{REDUCTIONS[equation.primitive]}_p").bind
         total: Operand | None = None
         for number, part in enumerate(parts):
-            owner = None if owners is None else owners.submeshes[number]
+            owner = None if owners is None else owners.owner(number)
             num_rows = bounds[number + 1] - bounds[number]
             partial = self._emit_resized(equation, [part], aval, num_rows, owner)
             key = (equation.primitive, aval.shape, aval.dtype)
@@ -320,7 +320,7 @@ class StackSplitter:
         """A stack in parts with these bounds."""
         ends = zip(bounds, bounds[1:], strict=False)
         return [
-            self._range(operand, start, stop, scope, None if owners is None else owners.submeshes[i])
+            self._range(operand, start, stop, scope, None if owners is None else owners.owner(i))
             for i, (start, stop) in enumerate(ends)
         ]
 
@@ -390,7 +390,7 @@ class StackSplitter:
         blocks = self.blocks[operand]
         first = stack.bounds[number]
         if not stack.loose and stack.bounds == blocks.bounds:
-            owner = blocks.submeshes[number]
+            owner = blocks.owner(number)
         return self._cut(part, start - first, stop - first, scope, owner, users)
 
     def _emit(

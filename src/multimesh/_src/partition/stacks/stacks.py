@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from jax.sharding import Mesh, NamedSharding
 
 from multimesh._src.frontend.tracing import Argument, Result, TracedFunction
-from multimesh._src.ir.flat import FlatProgram, Lit, Operand, Var, all_equations
+from multimesh._src.ir.flat import FlatProgram, Lit, Loop, Operand, Var, all_equations
 from multimesh._src.ir.plan import Block
 from multimesh._src.partition.batches import Batch
 from multimesh._src.partition.given import is_global, placed_arguments
@@ -69,7 +69,7 @@ def split_stacks(
     none = (None,) * len(traced.arguments), (None,) * len(traced.results)
     same = Stacks(program, traced, batches, {}, frozenset(), {}, *none)
     candidates = _candidates(program, traced, batches)
-    if not candidates:
+    if not candidates and not any(isinstance(step, Loop) for step in program.steps):
         return same
     seeded = find_seeds(program, seeds)[1]
     placed_arguments(program, traced, seeds)  # numbers their submeshes
@@ -222,7 +222,7 @@ class _Split:
             one = splitter.blocks[var]
             if not one.are_several:
                 splitter.env[var] = Rows(one.bounds, (var,), False)
-                placed[var] = one.submeshes[0]
+                placed |= {var: submesh for submesh in one.submeshes}
             return [var]
         aval = self.program.avals[var]
         ends = zip(blocks.bounds, blocks.bounds[1:], strict=False)
