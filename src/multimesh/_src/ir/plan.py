@@ -102,16 +102,23 @@ class Input:
     one). `microbatches` > 0 says that the array is wanted microbatch-major: `[B, ...]` cut along
     dim `dim` is stored as `[microbatches, ..., B / microbatches, ...]`: a new dim in front, and the
     rows of one microbatch where the cut dim was.
-    An unused argument has no slots. `block` says that it is a part of the argument.
+    An unused argument has no slots. `block` says that it is a part of the `argument`-th one, and
+    `shift` how many more blocks than arguments stand before it.
     """
 
-    index: int  # position among the flat arguments
+    index: int  # position among the flat arguments, each block counted
     name: str  # the user's name, as `state['params'][0]`
     slots: tuple[Slot, ...]
     donated: bool
     microbatches: int = 0
     dim: int = 0
     block: Block | None = None
+    shift: int = 0
+
+    @property
+    def argument(self) -> int:
+        """Position among the caller's flat arguments."""
+        return self.index - self.shift
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ A value is copied once per distinct target, right after it is made; all values t
 one submesh go in one copy. Arguments are copied before their first use elsewhere.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -40,9 +40,8 @@ Place: TypeAlias = tuple[int, PartitionSpec]
 
 @dataclass(frozen=True, slots=True)
 class ArgumentInfo:
-    """What the plan says of an argument, or of a block of the `index`-th one."""
+    """What the plan says of an argument, or of a block of one."""
 
-    index: int
     name: str
     donated: bool
     batch: Batch | None
@@ -228,10 +227,7 @@ def emit(
             place = emitter.places.get(_key(item), [(EVERYWHERE, PartitionSpec())])[0]
         outputs.append(emitter.provide(item, place, copies))
     emitter.flush(copies)
-    inputs = tuple(
-        _input_of(var, info, emitter)
-        for var, info in zip(program.arguments, arguments, strict=True)
-    )
+    inputs = tuple(_inputs(arguments, emitter))
     return Plan(
         slots=tuple(emitter.slots),
         inputs=inputs,
@@ -270,8 +266,11 @@ def _targets(
     return targets
 
 
-def _input_of(var: Var, info: ArgumentInfo, emitter: Emitter) -> Input:
-    slots = (emitter.input_slots[var],) if var in emitter.input_slots else ()
-    batch = info.batch
-    cut = (0, 0) if batch is None else (batch.microbatches, batch.dim)
-    return Input(info.index, info.name, slots, info.donated, *cut, info.block)
+def _inputs(arguments: Sequence[ArgumentInfo], emitter: Emitter) -> Iterator[Input]:
+    shift = 0
+    for index, (var, info) in enumerate(zip(emitter.program.arguments, arguments, strict=True)):
+        block, batch = info.block, info.batch
+        shift += block is not None and block.number > 0
+        slots = (emitter.input_slots[var],) if var in emitter.input_slots else ()
+        cut = (0, 0) if batch is None else (batch.microbatches, batch.dim)
+        yield Input(index, info.name, slots, info.donated, *cut, block, shift)

@@ -18,15 +18,11 @@ from multimesh._src.partition.layouts import fit_spec
 def argument_infos(
     traced: TracedFunction, batches: Mapping[int, Batch], blocks: Sequence[Block | None]
 ) -> list[ArgumentInfo]:
-    """Names, donation and form of the arguments; the blocks of one have its index."""
-    infos: list[ArgumentInfo] = []
-    for position, (argument, block) in enumerate(zip(traced.arguments, blocks, strict=True)):
-        index = block.index if block is not None else infos[-1].index + 1 if infos else 0
-        info = ArgumentInfo(
-            index, argument.name, argument.donated, batches.get(position), block
-        )
-        infos.append(info)
-    return infos
+    """Names, donation and form of the arguments."""
+    return [
+        ArgumentInfo(argument.name, argument.donated, batches.get(position), block)
+        for position, (argument, block) in enumerate(zip(traced.arguments, blocks, strict=True))
+    ]
 
 
 def result_places(

@@ -147,9 +147,9 @@ class ProgramReport:
         yield from explain.as_rich(self, options.max_width)
 
 
-def make_report(partitioned: Partitioned) -> ProgramReport:
+def make_report(traced: TracedFunction, partitioned: Partitioned) -> ProgramReport:
     """Reports what partitioning made of a function."""
-    program, plan, traced = partitioned.program, partitioned.plan, partitioned.traced
+    program, plan = partitioned.program, partitioned.plan
     units = find_units(program.tasks, plan)
     tasks = _tasks(plan, units)
     arguments = _arguments(traced, program, plan, tasks)
@@ -241,25 +241,24 @@ def _arguments(
     return tuple(
         ArgumentReport(
             name=entry.name,
-            type=type_text(traced.arguments[position].aval),
-            bytes=num_bytes(traced.arguments[position].aval),
-            home=_home(program, plan, position),
+            type=type_text(traced.arguments[entry.index].aval),
+            bytes=num_bytes(traced.arguments[entry.index].aval),
+            home=_home(program, plan, entry),
             layout=_layout(plan.slots[entry.slots[0]].sharding.spec) if entry.slots else "",
-            moved=_moved(traced, plan, position),
+            moved=_moved(traced, plan, entry),
             microbatches=entry.microbatches,
             donated=entry.donated,
             returned_as=tuple(n for slot in entry.slots for n in result_names.get(slot, ())),
             used_by=tuple(used_by.get(entry.name, ())),
         )
-        for position, entry in enumerate(plan.inputs)
+        for entry in plan.inputs
     )
 
 
-def _home(program: Program, plan: Plan, position: int) -> str:
-    entry = plan.inputs[position]
+def _home(program: Program, plan: Plan, entry: Input) -> str:
     if not entry.slots:
         return ""
-    home = program.home.get(program.arguments[position])
+    home = program.home.get(program.arguments[entry.index])
     if home == EVERYWHERE:
         return "everywhere"
     if home is not None:
@@ -275,18 +274,17 @@ def _layout(spec: PartitionSpec) -> str:
     return f"P({', '.join('None' if dim is None else repr(dim) for dim in spec)})"
 
 
-def _moved(traced: TracedFunction, plan: Plan, position: int) -> Moved:
-    entry = plan.inputs[position]
+def _moved(traced: TracedFunction, plan: Plan, entry: Input) -> Moved:
     if not entry.slots:
         return "unused"
     info = plan.slots[entry.slots[0]]
-    placement = traced.arguments[position].placement
+    placement = traced.arguments[entry.index].placement
     rank = len(info.aval.shape)
     same = placement is not None and placement.is_equivalent_to(info.sharding, rank)
     if same and not entry.microbatches:
         return "never"
     for slot, result in zip(plan.outputs, traced.results, strict=True):
-        if result.successor_of == position:
+        if result.successor_of == entry.index:
             returned: NamedSharding = plan.slots[slot].sharding
             return "first call" if returned.is_equivalent_to(info.sharding, rank) else "every call"
     return "every call"

@@ -152,8 +152,8 @@ class CompiledPlan:
             if entry.slots:
                 sharding = plan.slots[entry.slots[0]].sharding
                 block = entry.block
-                found[entry.index] = sharding if block is None else block.whole_sharding(sharding)
-        return tuple(map(found.get, range(max((e.index for e in plan.inputs), default=-1) + 1)))
+                found[entry.argument] = sharding if block is None else block.whole_sharding(sharding)
+        return tuple(map(found.get, range(max((e.argument for e in plan.inputs), default=-1) + 1)))
 
     @property
     def output_shardings(self) -> tuple[Sharding, ...]:

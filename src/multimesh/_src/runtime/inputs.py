@@ -64,17 +64,17 @@ class Inputs:
             for slot in entry.slots
             if entry.block is None
         ]
-        self._indices = [place.entry.index for place in self._places]
+        self._indices = [place.entry.argument for place in self._places]
         self._slots = [place.slot for place in self._places]
         # what was accepted last, per place; replaced one by one, so safe between threads
         self._shardings: list[Any] = [_NOWHERE] * len(self._places)
         self._layouts: list[Any] = [_NOWHERE] * len(self._places)
         self._donated = {
-            entry.index: entry.name if entry.block is None else entry.name.rsplit("[", 1)[0]
+            entry.argument: entry.name if entry.block is None else entry.name.rsplit("[", 1)[0]
             for entry in plan.inputs
             if entry.donated
         }
-        kept = {plan.inputs[position].index for position in buffered.kept_inputs}
+        kept = {plan.inputs[position].argument for position in buffered.kept_inputs}
         self._deleted = [index for index in self._donated if index not in kept]
         self._last_donated: tuple[int, ...] = ()  # ids of the arguments of the last call
         self._interrupted = False
@@ -110,7 +110,7 @@ class Inputs:
         if others:
             self._load_others(arguments, slots, others)
         for stack in self._stacks:
-            value = arguments[stack.index]
+            value = arguments[stack.argument]
             if isinstance(value, jax.Array) and value.is_deleted():
                 raise ExecutionError(self._deleted_message(value, value, stack.name))
             stack.load(value, slots, self._arrivals)
@@ -119,7 +119,7 @@ class Inputs:
         values, shardings, targets = [], [], []
         for number in numbers:
             place = self._places[number]
-            value = self._as_stored(arguments[place.entry.index], place)
+            value = self._as_stored(arguments[place.entry.argument], place)
             is_array = isinstance(value, jax.Array)
             if is_array and self._in_place(value, number):
                 slots[place.slot] = value

@@ -37,7 +37,7 @@ class StackInput:
     """Takes one argument apart, call after call.
 
     Attributes:
-        index: The position of the argument.
+        argument: The position of the argument.
         name: The user's name of it.
         slots: The slots of its blocks.
     """
@@ -46,7 +46,7 @@ class StackInput:
         used = [entry for entry in entries if entry.slots]
         first, block = used[0], _block_of(used[0])
         info = plan.slots[first.slots[0]]
-        self.index = first.index
+        self.argument = first.argument
         self.name = first.name.rsplit("[", 1)[0]
         self.slots = tuple(entry.slots[0] for entry in used)
         self._whole = whole_info(info, block)
@@ -112,7 +112,7 @@ def stack_inputs(plan: Plan) -> list[StackInput]:
     entries: dict[int, list[Input]] = {}
     for entry in plan.inputs:
         if entry.block is not None:
-            entries.setdefault(entry.index, []).append(entry)
+            entries.setdefault(entry.argument, []).append(entry)
     used = (own for own in entries.values() if any(entry.slots for entry in own))
     return [StackInput(plan, own) for own in used]
 

@@ -88,7 +88,7 @@ def input_shardings(plan: Plan, num_arguments: int) -> tuple[NamedSharding | Non
     for entry in plan.inputs:
         sharding = user_sharding(plan, entry)
         if sharding is not None:  # not all blocks of a stack are used
-            found[entry.index] = sharding
+            found[entry.argument] = sharding
     return tuple(found)
 
 
@@ -266,7 +266,7 @@ class Lowered:
         """Tasks, reshards and arguments of the program; None where it has no tasks."""
         if self._partitioned is None:
             return None
-        return make_report(self._partitioned)
+        return make_report(self._partitioned.traced, self._partitioned)
 
     @property
     def schedule(self) -> Any:

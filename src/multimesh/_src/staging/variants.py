@@ -67,11 +67,11 @@ def takes_of_plan(plan: Plan, traced: TracedFunction, matched: bool) -> tuple[Ta
     for entry in plan.inputs:
         sharding = user_sharding(plan, entry)
         if sharding is not None:
-            argument = traced.arguments[entry.index]
+            argument = traced.arguments[entry.argument]
             placement = argument.placement
             lay_there = placement is not None and placement.device_set == sharding.device_set
             traced_with = argument.spec if placement is None else placement.spec
-            takes[entry.index] = taken(sharding, traced_with, matched and not lay_there)
+            takes[entry.argument] = taken(sharding, traced_with, matched and not lay_there)
     return tuple(takes)
 
 

@@ -222,7 +222,9 @@ class StackSplitter:
         eqn = with_rows(equation.eqn, num_rows, avals, aval)
         var = self.builder.new(aval)
         serial = self.builder.serial()
-        self.builder.steps.append(Equation(serial, eqn, tuple(inputs), (var,), equation.scope))
+        self.builder.steps.append(
+            replace(equation, serial=serial, eqn=eqn, inputs=tuple(inputs), outputs=(var,))
+        )
         if owner is not None:
             self.pinned[serial] = owner
         return var
