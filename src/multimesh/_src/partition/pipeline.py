@@ -46,6 +46,7 @@ from multimesh._src.partition.results import argument_infos, result_places
 from multimesh._src.partition.seeds import Seeds, backward_names, find_seeds
 from multimesh._src.partition.split.regions import analyze_flow
 from multimesh._src.partition.split.tasks import Splitter
+from multimesh._src.partition.stacks.facts import StackFacts
 from multimesh._src.partition.stacks.stacks import Stacks, split_stacks
 from multimesh._src.partition.stages import Pipeline
 from multimesh._src.partition.ties import tie_blocks, tie_layouts
@@ -60,7 +61,8 @@ Observer: TypeAlias = Callable[[str, str], None]
 class Partitioned:
     """What partitioning gives: the program for reports, and the plan to compile.
 
-    `traced` is the function with an argument and a result for each block of a stack.
+    `traced` is the function with an argument and a result for each block of a stack, `stacks` says
+    who keeps which rows of them.
     `schedules` has the simulation of each microbatch loop, by the index of its node; `whole` the
     names of its backward tasks that could not be split although the schedule runs halves (S3).
     """
@@ -70,6 +72,7 @@ class Partitioned:
     plan: Plan
     schedules: Mapping[int, Simulation]
     whole: Mapping[int, tuple[str, ...]]
+    stacks: tuple[StackFacts, ...]
 
 
 @paused_collector()
@@ -268,4 +271,4 @@ def _order(driver: _Driver, cut: _Cut, program: Program, stacks: Stacks) -> Part
         plan = fuse_runs(plan)
         driver.show("fuse", text.print_plan, plan)
     whole = {index: pipeline.whole for index, pipeline in pipelines.items() if pipeline.whole}
-    return Partitioned(traced, program, plan, schedules, whole)
+    return Partitioned(traced, program, plan, schedules, whole, stacks.facts)

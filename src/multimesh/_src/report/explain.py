@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from rich.console import RenderableType
 from rich.text import Text
 
+from multimesh._src.report.stacks import stacks_table
 from multimesh._src.report.tables import Table, amount, merge_rows
 from multimesh._src.schedule.grid import grid
 
@@ -70,7 +71,13 @@ def _count(number: int, one: str, many: str = "") -> str:
 
 def tables(report: "ProgramReport") -> Iterator[Table]:
     """Yields the tables that have rows."""
-    made = (_submeshes(report), _tasks(report), _reshards(report), _arguments(report))
+    made = (
+        _submeshes(report),
+        _tasks(report),
+        _reshards(report),
+        _arguments(report),
+        stacks_table(report.stacks),
+    )
     return (table for table in made if table.rows)
 
 

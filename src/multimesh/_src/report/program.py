@@ -16,6 +16,7 @@ from multimesh._src.ir.program import EVERYWHERE, LoopNode, Program, TaskNode, a
 from multimesh._src.jax_compat import jaxprs
 from multimesh._src.partition.assign.cloned import cost_of
 from multimesh._src.partition.pipeline import Partitioned
+from multimesh._src.partition.stacks.facts import StackFacts
 from multimesh._src.report import explain
 from multimesh._src.report.labels import Units, find_units
 from multimesh._src.report.traffic import Reshard, find_reshards, num_bytes, type_text
@@ -130,6 +131,7 @@ class ProgramReport:
     tasks: tuple[TaskReport, ...]
     reshards: tuple[Reshard, ...]
     arguments: tuple[ArgumentReport, ...]
+    stacks: tuple[StackFacts, ...]
     loops: tuple[LoopReport, ...]
     num_executables: int
     num_copies: int
@@ -159,6 +161,7 @@ def make_report(traced: TracedFunction, partitioned: Partitioned) -> ProgramRepo
         tasks=tasks,
         reshards=find_reshards(plan, units, tuple(result.name for result in traced.results)),
         arguments=arguments,
+        stacks=partitioned.stacks,
         loops=tuple(
             LoopReport(
                 length=loop.length,

@@ -86,8 +86,8 @@ class CompiledPlan:
         self.name = name
         self._executables = tuple(executables)
         self._inputs = Inputs(buffered, name)
-        self._results = results_of(buffered.plan)
-        self._template = _constants(buffered.plan)
+        self._results = results_of(buffered.plan, self._inputs.stacks)
+        self._template = [*_constants(buffered.plan), *[None] * len(self._inputs.stacks)]
         calls, orders = [], []
         for step in buffered.plan.steps:
             if isinstance(step, Copy):
@@ -158,8 +158,9 @@ class CompiledPlan:
     @property
     def output_shardings(self) -> tuple[Sharding, ...]:
         """Per flat result where it lies."""
-        slots = self.buffered.plan.slots
-        return tuple(slots[r].sharding if isinstance(r, int) else r.sharding for r in self._results)
+        plan = self.buffered.plan
+        wholes = results_of(plan, ())
+        return tuple(plan.slots[r].sharding if isinstance(r, int) else r.sharding for r in wholes)
 
     @property
     def executables(self) -> Mapping[str, jax.stages.Compiled]:

@@ -57,7 +57,7 @@ class Inputs:
         plan = buffered.plan
         self._step_name = step_name
         self._arrivals = Arrivals()
-        self._stacks = stack_inputs(plan)
+        self.stacks = stack_inputs(plan)
         self._places = [
             _Place(entry, slot, plan.slots[slot])
             for entry in plan.inputs
@@ -109,7 +109,7 @@ class Inputs:
                 others.append(number)
         if others:
             self._load_others(arguments, slots, others)
-        for stack in self._stacks:
+        for stack in self.stacks:
             value = arguments[stack.argument]
             if isinstance(value, jax.Array) and value.is_deleted():
                 raise ExecutionError(self._deleted_message(value, value, stack.name))

@@ -40,28 +40,31 @@ class StackInput:
         argument: The position of the argument.
         name: The user's name of it.
         slots: The slots of its blocks.
+        whole_slot: Where the array itself goes, behind the slots of the plan.
     """
 
-    def __init__(self, plan: Plan, entries: Sequence[Input]) -> None:
+    def __init__(self, plan: Plan, entries: Sequence[Input], whole_slot: Slot) -> None:
         used = [entry for entry in entries if entry.slots]
         first, block = used[0], _block_of(used[0])
         info = plan.slots[first.slots[0]]
         self.argument = first.argument
         self.name = first.name.rsplit("[", 1)[0]
         self.slots = tuple(entry.slots[0] for entry in used)
+        self.whole_slot = whole_slot
         self._whole = whole_info(info, block)
         self._parts = [_part(plan, entry) for entry in used]
         self._sharding: Any = _NOWHERE
         self._layout: Any = _NOWHERE
 
     def load(self, value: Any, slots: list[Any], arrivals: Arrivals) -> None:
-        """Puts the blocks of `value` into their slots."""
+        """Puts `value` and its blocks into their slots."""
         in_place = (
             type(value) is ArrayImpl
             and value.sharding is self._sharding
             and _layout_of(value) is self._layout
         )
         whole = value if in_place else self._placed(value, arrivals)
+        slots[self.whole_slot] = whole
         found = shards(whole)
         for part in self._parts:
             slots[part.slot] = part.assemble([found[i] for i in part.positions])
@@ -114,11 +117,15 @@ def stack_inputs(plan: Plan) -> list[StackInput]:
         if entry.block is not None:
             entries.setdefault(entry.argument, []).append(entry)
     used = (own for own in entries.values() if any(entry.slots for entry in own))
-    return [StackInput(plan, own) for own in used]
+    return [StackInput(plan, own, slot) for slot, own in enumerate(used, len(plan.slots))]
 
 
-def results_of(plan: Plan) -> list[Slot | StackOutput]:
-    """Per flat result its slot, or the blocks that it is put together of."""
+def results_of(plan: Plan, stacks: Sequence[StackInput]) -> list[Slot | StackOutput]:
+    """Per flat result its slot, or the blocks that it is put together of.
+
+    An argument that is returned as it is stays the caller's own array.
+    """
+    wholes = {stack.slots: stack.whole_slot for stack in stacks}
     blocks = plan.output_blocks or (None,) * len(plan.outputs)
     results: list[Slot | StackOutput] = []
     for position, block in enumerate(blocks):
@@ -126,7 +133,7 @@ def results_of(plan: Plan) -> list[Slot | StackOutput]:
             results.append(plan.outputs[position])
         elif block.number == 0:
             slots = plan.outputs[position : position + block.count]
-            results.append(StackOutput(plan, slots, block))
+            results.append(wholes.get(slots) or StackOutput(plan, slots, block))
     return results
 
 

@@ -17,6 +17,7 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from multimesh._src.ir.flat import Var
+from multimesh._src.jax_compat.name_stack import source_line
 from multimesh._src.partition.seeds import Seeds
 from multimesh._src.partition.stacks.find import Family
 from multimesh._src.partition.stacks.rows import rows_of_join
@@ -31,12 +32,14 @@ class Blocks:
         bounds: Where blocks begin, and where the last one ends.
         mesh: The devices of all blocks, with axis `axis` over the blocks; None for one block.
         axis: The axis that shards the first dim; empty for one block.
+        why: Why there is one block, for users.
     """
 
     submeshes: tuple[int, ...]
     bounds: tuple[int, ...]
     mesh: Mesh | None
     axis: str
+    why: str = ""
 
     @property
     def are_several(self) -> bool:
@@ -76,8 +79,16 @@ def choose_blocks(family: Family, seeds: Seeds, whole: Mesh | None, axis: str) -
     if whole is not None and axis:
         positions = list(range(whole.shape[axis]))
     even = len(positions) > 1 and family.num_rows > 0 and family.num_rows % len(positions) == 0
-    if family.whole or whole is None or len(axes) != 1 or not even:
-        return _one_block(family)
+    if family.whole is not None:
+        line = source_line(family.whole.eqn)
+        where = f" at {line}" if line else ""
+        return _one_block(family, f"`{family.whole.primitive}`{where} needs all rows together")
+    if whole is None or len(axes) != 1:
+        why = "the submeshes that use its rows are not the slices of one axis of a MultiMesh"
+        return _one_block(family, why)
+    if not even:
+        why = f"{family.num_rows} rows do not divide over {len(positions)} submeshes"
+        return _one_block(family, why)
     (name,) = axes
     size = family.num_rows // len(positions)
     return Blocks(
@@ -91,10 +102,10 @@ def choose_blocks(family: Family, seeds: Seeds, whole: Mesh | None, axis: str) -
     )
 
 
-def _one_block(family: Family) -> Blocks | None:
+def _one_block(family: Family, why: str) -> Blocks | None:
     users = family.submeshes
     if len(users) > 1 and family.arguments:
-        return Blocks(users[:1], (0, family.num_rows), None, "")
+        return Blocks(users[:1], (0, family.num_rows), None, "", why)
     if family.in_pieces and not (users and family.arguments):
         return Blocks((), (0, family.num_rows), None, "")
     return None

@@ -8,7 +8,7 @@ optimizer. A family with an array that something needs as a whole is kept on one
 """
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from multimesh._src.ir.flat import Carry, Equation, FlatProgram, Lit, Loop, Step, Var
@@ -27,7 +27,7 @@ class Family:
         arguments: Those that are arguments of the program.
         reads: Where rows are read, with the submeshes that use them.
         joins: Where rows come together.
-        whole: Whether something needs an array as a whole.
+        whole: What needs an array as a whole, if anything does.
         in_pieces: Whether rows come together inside of a loop that adds them up or reads them.
     """
 
@@ -35,7 +35,7 @@ class Family:
     arguments: list[Var] = field(default_factory=list)
     reads: list[tuple[Equation, tuple[int, ...]]] = field(default_factory=list)
     joins: list[Equation] = field(default_factory=list)
-    whole: bool = False
+    whole: Equation | None = None
     in_pieces: bool = False
 
     @property
@@ -57,17 +57,23 @@ class Families:
 
 
 def find_families(
-    program: FlatProgram, candidates: frozenset[Var], seeded: Mapping[int, int]
+    program: FlatProgram,
+    candidates: frozenset[Var],
+    alike: Sequence[tuple[Var, Var]],
+    seeded: Mapping[int, int],
 ) -> Families:
     """Returns the families that hold a candidate, or that come together inside of a loop.
 
     Args:
         program: The flat program.
         candidates: Arguments that may be stacks.
+        alike: Arguments, and the results that take their place.
         seeded: Submesh of each seed, by serial.
     """
     search = _Search(program)
     search.visit(program.steps)
+    for one, other in alike:
+        search.join(one, other)
     pieces = {search.root(var) for var in search.joined_in_loops}
     pieces &= {search.root(var) for var in search.carried | search.read}
     roots = {search.root(var) for var in candidates} | pieces
@@ -83,8 +89,9 @@ def find_families(
             families[of[var]].arguments.append(var)
     for equation, relation in search.related:
         _note(equation, relation, families, of, search, seeded)
-    for var in search.whole & of.keys():
-        families[of[var]].whole = True
+    for var, equation in search.whole.items():
+        if var in of and families[of[var]].whole is None:
+            families[of[var]].whole = equation
     return Families(families, of)
 
 
@@ -114,7 +121,7 @@ class _Search:
     parent: dict[Var, Var] = field(default_factory=dict)
     users: dict[Var, list[Equation | Carry]] = field(default_factory=dict)
     related: list[tuple[Equation, Relation]] = field(default_factory=list)
-    whole: set[Var] = field(default_factory=set)
+    whole: dict[Var, Equation] = field(default_factory=dict)
     carried: set[Var] = field(default_factory=set)
     read: set[Var] = field(default_factory=set)
     joined_in_loops: set[Var] = field(default_factory=set)
@@ -151,7 +158,7 @@ class _Search:
                 if relation.kind == "rows":
                     self.join(var, equation.outputs[0])
             elif self.program.avals[var].ndim and relation.kind != "read":
-                self.whole.add(var)
+                self.whole.setdefault(var, equation)
         if relation.kind in ("join", "read"):
             self.related.append((equation, relation))
         if relation.kind == "join" and in_loop:

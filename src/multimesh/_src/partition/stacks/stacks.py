@@ -5,7 +5,7 @@
 Which rows lie where is decided before anything else is placed, by the tasks that read them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from jax.sharding import Mesh, NamedSharding
@@ -26,6 +26,7 @@ from multimesh._src.partition.stacks.boundary import (
     split_argument,
     split_result,
 )
+from multimesh._src.partition.stacks.facts import StackFacts, facts_of
 from multimesh._src.partition.stacks.find import Families, find_families
 from multimesh._src.partition.stacks.split import Rows, StackSplitter
 
@@ -43,6 +44,7 @@ class Stacks:
         placed: Submesh of the arguments that are blocks.
         arguments: For each argument which block it is, if it is one.
         results: The same for results.
+        facts: What is to be said of the arguments whose rows are read.
     """
 
     program: FlatProgram
@@ -53,6 +55,7 @@ class Stacks:
     placed: Mapping[Var, int]
     arguments: tuple[Block | None, ...]
     results: tuple[Block | None, ...]
+    facts: tuple[StackFacts, ...] = ()
 
 
 def split_stacks(
@@ -73,11 +76,23 @@ def split_stacks(
         return same
     seeded = find_seeds(program, seeds)[1]
     placed_arguments(program, traced, seeds)  # numbers their submeshes
-    families = find_families(program, frozenset(candidates), seeded)
+    alike = _successors(program, traced)
+    families = find_families(program, frozenset(candidates), alike, seeded)
     blocks = _blocks_of_families(families, candidates, traced, seeds)
     if not blocks:
         return same
     return _Split(program, traced, seeds, batches, families, blocks).run()
+
+
+def _successors(program: FlatProgram, traced: TracedFunction) -> list[tuple[Var, Var]]:
+    """Arguments, and the results that take their place."""
+    pairs: list[tuple[Var, Var]] = []
+    for operand, result in zip(program.results, traced.results, strict=True):
+        if result.successor_of is not None and not isinstance(operand, Lit):
+            argument = program.arguments[result.successor_of]
+            if program.avals[argument].shape == program.avals[operand].shape:
+                pairs.append((argument, operand))
+    return pairs
 
 
 def _candidates(
@@ -184,6 +199,7 @@ class _Split:
             placed=placed,
             arguments=plan_blocks(parts),
             results=plan_blocks(number_parts(wanted)),
+            facts=tuple(self._facts()),
         )
 
     def _arguments(self) -> list[tuple[Var, Argument]]:
@@ -191,6 +207,17 @@ class _Split:
 
     def _results(self) -> list[tuple[Operand, Result]]:
         return list(zip(self.program.results, self.traced.results, strict=True))
+
+    def _facts(self) -> Iterator[StackFacts]:
+        """What is to be said of each argument whose rows are read."""
+        for var, argument in self._arguments():
+            number = self.families.of.get(var)
+            if number in self.blocks and self.families.families[number].submeshes:
+                family, aval = self.families.families[number], argument.aval
+                row = aval.size // aval.shape[0] * aval.dtype.itemsize
+                reads = [read for read in family.reads if read[0].inputs[0] == var]
+                if reads:
+                    yield facts_of(argument.name, row, reads, self.blocks[number], self.seeds)
 
     def _splitter(self) -> StackSplitter:
         blocks = {v: self.blocks[f] for v, f in self.families.of.items() if f in self.blocks}
