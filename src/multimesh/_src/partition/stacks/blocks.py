@@ -86,7 +86,7 @@ def choose_blocks(family: Family, seeds: Seeds, whole: Mesh | None, axis: str) -
     if whole is None or len(axes) != 1:
         why = "the submeshes that use its rows are not the slices of one axis of a MultiMesh"
         return _one_block(family, why)
-    if not even:
+    if not even or not family.arguments:
         why = f"{family.num_rows} rows do not divide over {len(positions)} submeshes"
         return _one_block(family, why)
     (name,) = axes

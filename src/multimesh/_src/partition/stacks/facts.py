@@ -7,10 +7,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from multimesh._src.ir.flat import Equation
 from multimesh._src.partition.seeds import Seeds
 from multimesh._src.partition.stacks.blocks import Blocks
-from multimesh._src.partition.stacks.rows import rows_of_read
+from multimesh._src.partition.stacks.find import Read
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +36,7 @@ class StackFacts:
 def facts_of(
     name: str,
     row_bytes: int,
-    reads: Sequence[tuple[Equation, tuple[int, ...]]],
+    reads: Sequence[Read],
     blocks: Blocks,
     seeds: Seeds,
 ) -> StackFacts:
@@ -46,18 +45,18 @@ def facts_of(
     Args:
         name: The user's name of it.
         row_bytes: Bytes of a row.
-        reads: Where rows are read, with the submeshes that use them.
+        reads: Where rows are read.
         blocks: Who keeps which rows.
         seeds: Knows the submeshes.
     """
     labels = [submesh.label for submesh in seeds.submeshes]
     ends = list(zip(blocks.bounds, blocks.bounds[1:], strict=False))
     moved: dict[tuple[str, str], set[int]] = {}
-    for equation, users in reads:
-        for row in rows_of_read(equation):
+    for read in reads:
+        for row in read.rows:
             number = next(i for i, (start, stop) in enumerate(ends) if start <= row < stop)
             home = blocks.submeshes[number]
-            for user in users:
+            for user in read.users:
                 if user != home:
                     moved.setdefault((labels[home], labels[user]), set()).add(row)
     return StackFacts(

@@ -18,14 +18,28 @@ _MAX_LOOK_AHEAD = 64
 """How many values are looked at to find who uses a row."""
 
 
+@dataclass(frozen=True, slots=True)
+class Read:
+    """Rows that are read: of what, cast or carried as it may be, and the submeshes that use them."""
+
+    equation: Equation
+    origin: Var
+    users: tuple[int, ...]
+
+    @property
+    def rows(self) -> range:
+        """The rows."""
+        return rows_of_read(self.equation)
+
+
 @dataclass(slots=True)
 class Family:
     """Arrays that are combined row by row.
 
     Attributes:
         num_rows: The size of their first dim.
-        arguments: Those that are arguments of the program.
-        reads: Where rows are read, with the submeshes that use them.
+        arguments: Those that are arguments of the program and not small.
+        reads: Where rows are read.
         joins: Where rows come together.
         whole: What needs an array as a whole, if anything does.
         in_pieces: Whether rows come together inside of a loop that adds them up or reads them.
@@ -33,7 +47,7 @@ class Family:
 
     num_rows: int
     arguments: list[Var] = field(default_factory=list)
-    reads: list[tuple[Equation, tuple[int, ...]]] = field(default_factory=list)
+    reads: list[Read] = field(default_factory=list)
     joins: list[Equation] = field(default_factory=list)
     whole: Equation | None = None
     in_pieces: bool = False
@@ -42,9 +56,9 @@ class Family:
     def submeshes(self) -> tuple[int, ...]:
         """The submeshes that use rows, those that use most first."""
         rows: dict[int, set[int]] = {}
-        for equation, users in self.reads:
-            for user in users:
-                rows.setdefault(user, set()).update(rows_of_read(equation))
+        for read in self.reads:
+            for user in read.users:
+                rows.setdefault(user, set()).update(read.rows)
         return tuple(sorted(rows, key=lambda submesh: -len(rows[submesh])))
 
 
@@ -61,6 +75,7 @@ def find_families(
     candidates: frozenset[Var],
     alike: Sequence[tuple[Var, Var]],
     seeded: Mapping[int, int],
+    small: int,
 ) -> Families:
     """Returns the families that hold a candidate, or that come together inside of a loop.
 
@@ -69,6 +84,7 @@ def find_families(
         candidates: Arguments that may be stacks.
         alike: Arguments, and the results that take their place.
         seeded: Submesh of each seed, by serial.
+        small: Arguments of at most so many elements stay whole.
     """
     search = _Search(program)
     search.visit(program.steps)
@@ -85,7 +101,7 @@ def find_families(
             of[var] = root
             families.setdefault(root, Family(aval.shape[0], in_pieces=root in pieces))
     for var in program.arguments:
-        if var in of:
+        if var in of and program.avals[var].size > small:
             families[of[var]].arguments.append(var)
     for equation, relation in search.related:
         _note(equation, relation, families, of, search, seeded)
@@ -110,7 +126,7 @@ def _note(
         (stack,) = equation.inputs
         if not isinstance(stack, Lit) and stack in of:
             users = tuple(search.users_of(output, seeded))
-            families[of[stack]].reads.append((equation, users))
+            families[of[stack]].reads.append(Read(equation, search.origin(stack), users))
 
 
 @dataclass(slots=True)
@@ -122,6 +138,7 @@ class _Search:
     users: dict[Var, list[Equation | Carry]] = field(default_factory=dict)
     related: list[tuple[Equation, Relation]] = field(default_factory=list)
     whole: dict[Var, Equation] = field(default_factory=dict)
+    made_of: dict[Var, Var] = field(default_factory=dict)
     carried: set[Var] = field(default_factory=set)
     read: set[Var] = field(default_factory=set)
     joined_in_loops: set[Var] = field(default_factory=set)
@@ -136,11 +153,19 @@ class _Search:
     def join(self, one: Var, other: Var) -> None:
         self.parent[self.root(one)] = self.root(other)
 
+    def origin(self, var: Var) -> Var:
+        """What a variable was before it was carried into loops or changed element by element."""
+        while var in self.made_of:
+            var = self.made_of[var]
+        return var
+
     def visit(self, steps: tuple[Step, ...], *, in_loop: bool = False) -> None:
         for step in steps:
             if isinstance(step, Loop):
                 self.carried.update(carry.inside for carry in step.carries)
                 for carry in step.carries:
+                    if not isinstance(carry.init, Lit):
+                        self.made_of[carry.inside] = carry.init
                     for end in (carry.init, carry.next, carry.result):
                         if not isinstance(end, Lit):
                             self.join(end, carry.inside)
@@ -157,6 +182,8 @@ class _Search:
             if position in relation.aligned:
                 if relation.kind == "rows":
                     self.join(var, equation.outputs[0])
+                    if len(relation.aligned) == 1:
+                        self.made_of[equation.outputs[0]] = var
             elif self.program.avals[var].ndim and relation.kind != "read":
                 self.whole.setdefault(var, equation)
         if relation.kind in ("join", "read"):

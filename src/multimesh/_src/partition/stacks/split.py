@@ -319,12 +319,16 @@ class StackSplitter:
     def _parts(
         self, operand: Operand, bounds: Bounds, scope: Scope, owners: Blocks | None
     ) -> list[Operand]:
-        """A stack in parts with these bounds."""
+        """A stack in parts with these bounds; outside of loops its blocks are made once."""
         ends = zip(bounds, bounds[1:], strict=False)
-        return [
+        parts = [
             self._range(operand, start, stop, scope, None if owners is None else owners.owner(i))
             for i, (start, stop) in enumerate(ends)
         ]
+        if owners is not None and not self._in_loop and not isinstance(operand, Lit):
+            if operand in self.env:
+                self.env[operand] = Rows(bounds, tuple(parts), False)
+        return parts
 
     def _ranges(
         self, operand: Operand, bounds: Bounds, scope: Scope

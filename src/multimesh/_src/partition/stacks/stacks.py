@@ -77,11 +77,16 @@ def split_stacks(
     seeded = find_seeds(program, seeds)[1]
     placed_arguments(program, traced, seeds)  # numbers their submeshes
     alike = _successors(program, traced)
-    families = find_families(program, frozenset(candidates), alike, seeded)
+    families = find_families(program, frozenset(candidates), alike, seeded, _small(traced))
     blocks = _blocks_of_families(families, candidates, traced, seeds)
     if not blocks:
         return same
     return _Split(program, traced, seeds, batches, families, blocks).run()
+
+
+def _small(traced: TracedFunction) -> int:
+    """Arrays of at most so many elements live wherever they are used (R7)."""
+    return max(1, traced.settings.replicate_parameters_smaller_than_num_elements)
 
 
 def _successors(program: FlatProgram, traced: TracedFunction) -> list[tuple[Var, Var]]:
@@ -99,7 +104,7 @@ def _candidates(
     program: FlatProgram, traced: TracedFunction, batches: Mapping[int, Batch]
 ) -> dict[Var, str]:
     """The arguments that may be stacks, and the axis over which the first dim lies, or ""."""
-    small = traced.settings.replicate_parameters_smaller_than_num_elements
+    small = _small(traced)
     reads = any(equation.primitive == "slice" for equation in all_equations(program.steps))
     found: dict[Var, str] = {}
     for position, (var, argument) in enumerate(
@@ -211,13 +216,14 @@ class _Split:
     def _facts(self) -> Iterator[StackFacts]:
         """What is to be said of each argument whose rows are read."""
         for var, argument in self._arguments():
-            number = self.families.of.get(var)
-            if number in self.blocks and self.families.families[number].submeshes:
-                family, aval = self.families.families[number], argument.aval
-                row = aval.size // aval.shape[0] * aval.dtype.itemsize
-                reads = [read for read in family.reads if read[0].inputs[0] == var]
-                if reads:
-                    yield facts_of(argument.name, row, reads, self.blocks[number], self.seeds)
+            number = self.families.of.get(var, -1)
+            if number not in self.blocks or not self.blocks[number].submeshes:
+                continue
+            aval, family = argument.aval, self.families.families[number]
+            row = aval.size // aval.shape[0] * aval.dtype.itemsize
+            reads = [read for read in family.reads if read.origin == var]
+            if reads:
+                yield facts_of(argument.name, row, reads, self.blocks[number], self.seeds)
 
     def _splitter(self) -> StackSplitter:
         blocks = {v: self.blocks[f] for v, f in self.families.of.items() if f in self.blocks}
@@ -236,7 +242,7 @@ class _Split:
             builder=builder,
             blocks=blocks,
             fine={v: fine[f] for v, f in self.families.of.items() if f in fine},
-            users={equation.serial: users for equation, users in reads},
+            users={read.equation.serial: read.users for read in reads},
         )
 
     def _argument(
@@ -263,8 +269,7 @@ class _Split:
 
     def _blocks_of(self, operand: Operand, size: int) -> Blocks | None:
         """The blocks in which an argument or a result is kept; small ones stay whole (R7)."""
-        small = self.traced.settings.replicate_parameters_smaller_than_num_elements
-        if isinstance(operand, Lit) or size <= small:
+        if isinstance(operand, Lit) or size <= _small(self.traced):
             return None
         blocks = self.blocks.get(self.families.of.get(operand, -1))
         return blocks if blocks is not None and blocks.are_several else None
