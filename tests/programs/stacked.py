@@ -26,7 +26,7 @@ optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
 def make_multi_mesh(
     num_stages: int, num_layers: int, *, scanned: bool, explicit: bool = False, **layers: Any
 ) -> MultiMesh:
-    """Stages of `8 / num_stages` devices; layers by scan or by index, `embed` and `head` at the ends.
+    """Stages of `8 / num_stages` devices; layers by scan or by index, `embed` and `head` outside.
 
     The axes of a stage are data and model, of size 2 where there are enough devices.
     """

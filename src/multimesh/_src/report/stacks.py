@@ -1,4 +1,4 @@
-"""The table of stacks: who keeps which layers of a stacked parameter, and what that costs a call."""
+"""The table of stacks: who keeps which layers of a stacked parameter, and what moves in a call."""
 
 from collections.abc import Sequence
 

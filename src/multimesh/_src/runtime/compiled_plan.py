@@ -152,7 +152,9 @@ class CompiledPlan:
             if entry.slots:
                 sharding = plan.slots[entry.slots[0]].sharding
                 block = entry.block
-                found[entry.argument] = sharding if block is None else block.whole_sharding(sharding)
+                found[entry.argument] = (
+                    sharding if block is None else block.whole_sharding(sharding)
+                )
         return tuple(map(found.get, range(max((e.argument for e in plan.inputs), default=-1) + 1)))
 
     @property

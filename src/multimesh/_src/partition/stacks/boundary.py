@@ -1,12 +1,13 @@
 """What the caller's arguments and results become when stacks are split into blocks.
 
-    state['w']: float32[4,8,8] on the global mesh, P('stage', None, 'model')
-    ->  state['w'][0:2] on stage=0, P(None, None, 'model')
-        state['w'][2:4] on stage=1, P(None, None, 'model')
+state['w']: float32[4,8,8] on the global mesh, P('stage', None, 'model')
+->  state['w'][0:2] on stage=0, P(None, None, 'model')
+    state['w'][2:4] on stage=1, P(None, None, 'model')
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import jax
 from jax.sharding import Mesh, NamedSharding
@@ -88,9 +89,7 @@ def _lies_in_blocks(placement: NamedSharding, blocks: Blocks) -> bool:
     return isinstance(first, tuple) and first[:1] == (blocks.axis,)
 
 
-def split_result(
-    result: Result, blocks: Blocks | None, arguments: Sequence[Parts]
-) -> list[Result]:
+def split_result(result: Result, blocks: Blocks | None, arguments: Sequence[Parts]) -> list[Result]:
     """The results for the blocks of a result; each succeeds the same block of an argument."""
     succeeded = None if result.successor_of is None else arguments[result.successor_of]
     if blocks is None:
@@ -114,7 +113,7 @@ def split_result(
 
 
 def _ends(blocks: Blocks) -> list[tuple[int, int, int]]:
-    ends = zip(blocks.bounds, blocks.bounds[1:], strict=False)
+    ends = pairwise(blocks.bounds)
     return [(number, start, stop) for number, (start, stop) in enumerate(ends)]
 
 

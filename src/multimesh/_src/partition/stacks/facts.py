@@ -1,11 +1,12 @@
 """What there is to say of a stack: who keeps which rows, and which of them move in every call.
 
-    state['w']: rows 0-3 on stage=0, rows 4-7 on stage=1
-    rows 2-3 are read on stage=1, rows 4-5 on stage=0       # interleaved layers
+state['w']: rows 0-3 on stage=0, rows 4-7 on stage=1
+rows 2-3 are read on stage=1, rows 4-5 on stage=0       # interleaved layers
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from multimesh._src.partition.seeds import Seeds
 from multimesh._src.partition.stacks.blocks import Blocks
@@ -50,7 +51,7 @@ def facts_of(
         seeds: Knows the submeshes.
     """
     labels = [submesh.label for submesh in seeds.submeshes]
-    ends = list(zip(blocks.bounds, blocks.bounds[1:], strict=False))
+    ends = list(pairwise(blocks.bounds))
     moved: dict[tuple[str, str], set[int]] = {}
     for read in reads:
         for row in read.rows:

@@ -20,7 +20,7 @@ _MAX_LOOK_AHEAD = 64
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """Rows that are read: of what, cast or carried as it may be, and the submeshes that use them."""
+    """Rows that are read: of what array, cast or carried as it may be, and who uses them."""
 
     equation: Equation
     origin: Var

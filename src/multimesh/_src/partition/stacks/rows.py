@@ -19,14 +19,20 @@ from multimesh._src.jax_compat import jaxprs
 
 Kind: TypeAlias = Literal["rows", "reduction", "join", "fill", "read", "whole"]
 
+# fmt: off
 _ELEMENTWISE = frozenset(
-    """abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp conj
-    convert_element_type copy copy_p cos cosh div eq erf erf_inv erfc exp exp2 expm1 floor ge gt
-    imag integer_pow is_finite le lgamma log log1p logistic lt max min mul ne neg nextafter not
-    one_minus_square or pow real reduce_precision rem round rsqrt select_n shift_left
-    shift_right_arithmetic shift_right_logical sign sin sinh sqrt square sub tan tanh
-    xor""".split()
+    (
+        "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh",
+        "cbrt", "ceil", "clamp", "conj", "convert_element_type", "copy", "copy_p", "cos", "cosh",
+        "div", "eq", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "imag",
+        "integer_pow", "is_finite", "le", "lgamma", "log", "log1p", "logistic", "lt", "max", "min",
+        "mul", "ne", "neg", "nextafter", "not", "one_minus_square", "or", "pow", "real",
+        "reduce_precision", "rem", "round", "rsqrt", "select_n", "shift_left",
+        "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square",
+        "sub", "tan", "tanh", "xor",
+    )
 )
+# fmt: on
 REDUCTIONS: Mapping[str, str] = {
     "reduce_sum": "add",
     "reduce_max": "max",
@@ -40,7 +46,7 @@ REDUCTIONS: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Relation:
-    """How an equation treats rows: `aligned` are the operands whose rows are those of the result."""
+    """How an equation treats rows; those of `aligned` operands are those of the result."""
 
     kind: Kind
     aligned: tuple[int, ...] = ()

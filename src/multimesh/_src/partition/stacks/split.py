@@ -12,51 +12,26 @@ block lies, and move once. Inside of microbatch loops gradients stay in the piec
 layers make them: they are joined, and moved where they must, once after the loop.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
-
-import jax
-import numpy as np
-from jax import lax
+from itertools import pairwise
+from typing import TypeAlias
 
 from multimesh._src.ir.flat import Carry, Equation, Lit, Loop, Operand, Step, Var, substitute
 from multimesh._src.ir.scope import Scope
 from multimesh._src.partition.carries import classify_carries
-from multimesh._src.partition.inline import Builder, empty
 from multimesh._src.partition.stacks.blocks import Blocks
+from multimesh._src.partition.stacks.parts import Fill, PartMaker, Rows, Stack
 from multimesh._src.partition.stacks.rows import (
-    REDUCTIONS,
     Relation,
     relation_of,
     rows_of_join,
     rows_of_read,
-    with_rows,
 )
 
 _ADD = ("add", "add_any")
+_NOBODY: tuple[int, ...] = ()
 
-
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """A stack in parts: rows `bounds[i]` to `bounds[i + 1]` are in `parts[i]`; None is zeros.
-
-    `loose` parts lie where they were made, others on the submesh of their block.
-    """
-
-    bounds: tuple[int, ...]
-    parts: tuple[Operand | None, ...]
-    loose: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Fill:
-    """A stack whose rows are all equal, made where it is used."""
-
-    equation: Equation
-
-
-Stack: TypeAlias = Rows | Fill
 Bounds: TypeAlias = tuple[int, ...]
 
 
@@ -65,28 +40,21 @@ class StackSplitter:
     """A program in the making.
 
     Attributes:
-        builder: Numbers variables and equations, and collects the steps.
+        maker: Appends equations on parts.
         blocks: The blocks of each stack variable.
         fine: Where the pieces of gradients begin, of each stack variable.
         users: The submeshes that use the rows that an equation reads, by serial.
-        pinned: The submesh of equations that must run there, by serial.
-        light: Serials of the equations that tasks may clone.
+        env: The parts of the stacks that are made so far.
     """
 
-    builder: Builder
+    maker: PartMaker
     blocks: Mapping[Var, Blocks]
     fine: Mapping[Var, Bounds]
     users: Mapping[int, tuple[int, ...]]
-    pinned: dict[int, int] = field(default_factory=dict)
-    light: set[int] = field(default_factory=set)
     env: dict[Var, Stack] = field(default_factory=dict)
     _renamed: dict[Var, Operand] = field(default_factory=dict)
     _whole: dict[Var, Operand] = field(default_factory=dict)
-    _indices: dict[int, Var] = field(default_factory=dict)
-    _traced: dict[Any, Any] = field(default_factory=dict)
     _in_loop: bool = False
-
-    # --- steps ----------------------------------------------------------------------------------
 
     def steps(self, steps: Sequence[Step]) -> None:
         """Appends what becomes of some steps."""
@@ -115,10 +83,12 @@ class StackSplitter:
         blocks = self.blocks[var]
         return tuple(self._parts(var, blocks.bounds, Scope(), blocks))
 
+    # --- equations ------------------------------------------------------------------------------
+
     def _equation(self, equation: Equation) -> None:
         stacks = [v for v in equation.inputs if not isinstance(v, Lit) and v in self.env]
         outputs = [v for v in equation.outputs if v in self.blocks]
-        relation = relation_of(equation, self.builder.avals)
+        relation = relation_of(equation, self.maker.builder.avals)
         match relation.kind:
             case "join" if outputs:
                 self._join(equation)
@@ -131,7 +101,7 @@ class StackSplitter:
             case "read" if stacks:
                 self._read(equation)
             case _:
-                self.builder.steps.append(self._looked_up(equation))
+                self.maker.builder.steps.append(self._looked_up(equation))
 
     def _looked_up(self, equation: Equation) -> Equation:
         inputs = tuple(self.value(operand) for operand in equation.inputs)
@@ -140,206 +110,112 @@ class StackSplitter:
     def _join(self, equation: Equation) -> None:
         """Notes the pieces, joined only where the parts of gradients are larger."""
         (output,) = equation.outputs
+        last_row = self.blocks[output].bounds[-1]
         found: dict[tuple[int, int], Operand] = {}
-        for (start, stop), operand in zip(
-            rows_of_join(equation, self.builder.avals), equation.inputs, strict=False
-        ):
-            inner = [b for b in self.blocks[output].bounds if start < b < stop]
-            ends = (start, *inner, stop)
-            for first, last in zip(ends, ends[1:], strict=False):
-                found[first, last] = self._cut(
-                    self.value(operand), first - start, last - start, equation.scope, None
+        rows = rows_of_join(equation, self.maker.builder.avals)
+        for (start, stop), operand in zip(rows, equation.inputs, strict=False):
+            inner = [bound for bound in self.blocks[output].bounds if start < bound < stop]
+            ends, value = (start, *inner, stop), self.value(operand)
+            for first, last in pairwise(ends):
+                found[first, last] = self.maker.cut(
+                    value, first - start, last - start, equation.scope, None, light=False
                 )
-        pieces = sorted(found)
-        bounds = sorted({0, self.blocks[output].bounds[-1], *(b for piece in pieces for b in piece)})
-        parts = tuple(found.get(ends) for ends in zip(bounds, bounds[1:], strict=False))
-        self.env[output] = Rows(tuple(bounds), parts, True)
+        bounds = tuple(sorted({0, last_row, *(bound for piece in found for bound in piece)}))
+        parts = tuple(found.get(ends) for ends in pairwise(bounds))
+        self.env[output] = Rows(bounds, parts, loose=True)
         fine = self.fine[output]
-        joined = self._ranges(output, fine, equation.scope)
-        self.env[output] = Rows(fine, joined, True)
+        self.env[output] = Rows(fine, self._or_zeros(output, fine, equation.scope), loose=True)
 
     def _each_part(self, equation: Equation, relation: Relation) -> None:
         """An equation row by row: on blocks, or inside loops on the pieces of gradients."""
         (output,) = equation.outputs
         aligned = [equation.inputs[i] for i in relation.aligned]
-        blocks = self.blocks[output]
-        rows = [self.env[v] for v in aligned if not isinstance(v, Lit) and v in self.env]
-        parted = [stack for stack in rows if isinstance(stack, Rows)]
         adds = equation.primitive in _ADD and len(aligned) == 2
-        loose = (
-            any(stack.loose for stack in parted)
-            if self._in_loop
-            else adds and bool(parted) and all(stack.loose for stack in parted)
-        )
-        bounds = self.fine[output] if loose else blocks.bounds
-        owners = None if loose else blocks
+        loose = self._is_loose(aligned, adds)
+        bounds = self.fine[output] if loose else self.blocks[output].bounds
+        owners = None if loose else self.blocks[output]
         columns: list[Sequence[Operand | None]] = []
         for position, operand in enumerate(equation.inputs):
             if position not in relation.aligned or isinstance(operand, Lit):
                 columns.append([self.value(operand)] * (len(bounds) - 1))
             elif loose and adds:
-                columns.append(self._ranges(operand, bounds, equation.scope))
+                columns.append(self._or_zeros(operand, bounds, equation.scope))
             else:
                 columns.append(self._parts(operand, bounds, equation.scope, owners))
-        parts = [
-            self._part(equation, inputs, number, bounds, owners)
-            for number, inputs in enumerate(zip(*columns, strict=True))
-        ]
+        parts: list[Operand | None] = []
+        for number, inputs in enumerate(zip(*columns, strict=True)):
+            operands = [operand for operand in inputs if operand is not None]
+            if len(operands) < len(inputs):  # a sum with zeros
+                parts.append(operands[0] if operands else None)
+                continue
+            num_rows = bounds[number + 1] - bounds[number]
+            owner = None if owners is None else owners.owner(number)
+            parts.append(self.maker.resized(equation, operands, num_rows, owner))
         self.env[output] = Rows(bounds, tuple(parts), loose)
 
-    def _part(
-        self,
-        equation: Equation,
-        inputs: Sequence[Operand | None],
-        number: int,
-        bounds: Bounds,
-        owners: Blocks | None,
-    ) -> Operand | None:
-        operands = [operand for operand in inputs if operand is not None]
-        if len(operands) < len(inputs):  # a sum with zeros
-            return operands[0] if operands else None
-        num_rows = bounds[number + 1] - bounds[number]
-        owner = None if owners is None else owners.owner(number)
-        return self._resized(equation, operands, num_rows, owner)
-
-    def _resized(
-        self, equation: Equation, inputs: Sequence[Operand], num_rows: int, owner: int | None
-    ) -> Operand:
-        """The equation for another number of rows."""
-        (output,) = equation.outputs
-        aval = self._with_rows(self.builder.avals[output], num_rows)
-        return self._emit_resized(equation, inputs, aval, num_rows, owner)
-
-    def _emit_resized(
-        self,
-        equation: Equation,
-        inputs: Sequence[Operand],
-        aval: Any,
-        num_rows: int,
-        owner: int | None,
-    ) -> Operand:
-        avals = [self.builder.aval(operand) for operand in inputs]
-        eqn = with_rows(equation.eqn, num_rows, avals, aval)
-        var = self.builder.new(aval)
-        serial = self.builder.serial()
-        self.builder.steps.append(
-            replace(equation, serial=serial, eqn=eqn, inputs=tuple(inputs), outputs=(var,))
-        )
-        if owner is not None:
-            self.pinned[serial] = owner
-        return var
-
-    @staticmethod
-    def _with_rows(aval: Any, num_rows: int) -> Any:
-        return aval.update(shape=(num_rows, *aval.shape[1:]))
+    def _is_loose(self, aligned: Sequence[Operand], adds: bool) -> bool:
+        """Whether an equation is done piece by piece: in loops, and in sums of pieces alone."""
+        stacks = [self.env[v] for v in aligned if not isinstance(v, Lit) and v in self.env]
+        loose = [stack.loose for stack in stacks if isinstance(stack, Rows)]
+        return any(loose) if self._in_loop else adds and bool(loose) and all(loose)
 
     def _reduce(self, equation: Equation) -> None:
         """A reduction over rows: of each part, then of the parts' results."""
         (operand,) = equation.inputs
         (output,) = equation.outputs
         assert not isinstance(operand, Lit)
-        stack, blocks = self.env[operand], self.blocks[operand]
-        loose = isinstance(stack, Rows) and stack.loose and self._in_loop
-        bounds, owners = (self.fine[operand], None) if loose else (blocks.bounds, blocks)
-        parts = self._parts(operand, bounds, equation.scope, owners)
-        aval = self.builder.avals[output]
-        combine = getattr(lax, f"{REDUCTIONS[equation.primitive]}_p").bind
-        total: Operand | None = None
-        for number, part in enumerate(parts):
+        loose = self._in_loop and self._is_loose([operand], adds=False)
+        bounds = self.fine[operand] if loose else self.blocks[operand].bounds
+        owners = None if loose else self.blocks[operand]
+        aval = self.maker.builder.avals[output]
+        partials: list[Operand] = []
+        for number, part in enumerate(self._parts(operand, bounds, equation.scope, owners)):
             owner = None if owners is None else owners.owner(number)
             num_rows = bounds[number + 1] - bounds[number]
-            partial = self._emit_resized(equation, [part], aval, num_rows, owner)
-            key = (equation.primitive, aval.shape, aval.dtype)
-            total = (
-                partial
-                if total is None
-                else self._emit(key, combine, [total, partial], equation.scope)
-            )
-        assert total is not None
+            partials.append(self.maker.on_rows(equation, [part], aval, num_rows, owner))
+        total, *rest = partials
+        for partial in rest:
+            total = self.maker.combined(equation, total, partial)
         self._renamed[output] = total
-
-    # --- reading rows ---------------------------------------------------------------------------
 
     def _read(self, equation: Equation) -> None:
         """Some rows: a part as it is, or cut where the block lies, or inside their users."""
         (stack,) = equation.inputs
         (output,) = equation.outputs
-        assert not isinstance(stack, Lit)
         read = rows_of_read(equation)
-        start, stop = read.start, read.stop
-        users = self.users.get(equation.serial, ())
-        rows = self._range(stack, start, stop, equation.scope, None, users)
-        aval = self.builder.avals[output]
-        if self.builder.aval(rows).shape != aval.shape:  # cut along other dims too
-            rows = self._emit_resized(equation, [rows], aval, stop - start, None)
+        users = self.users.get(equation.serial, _NOBODY)
+        rows = self._range(stack, read.start, read.stop, equation.scope, None, users)
+        aval = self.maker.builder.avals[output]
+        if self.maker.builder.aval(rows).shape != aval.shape:  # cut along other dims too
+            rows = self.maker.on_rows(equation, [rows], aval, len(read), None)
         self._renamed[output] = rows
 
-    def _cut(
-        self,
-        part: Operand,
-        start: int,
-        stop: int,
-        scope: Scope,
-        owner: int | None,
-        users: tuple[int, ...] = (),
-    ) -> Operand:
-        """Rows of one part."""
-        shape = self.builder.aval(part).shape
-        if (start, stop) == (0, shape[0]):
-            return part
-        if owner is None or set(users) - {owner}:
-            return self._emit(
-                ("slice", start, stop),
-                lambda x: lax.slice_in_dim(x, start, stop),
-                [part],
-                scope,
-                owner,
-            )
-        sizes = (stop - start, *shape[1:])
-        index = self._index(start)
-
-        def cut(x: jax.Array, index: jax.Array) -> Any:
-            starts = (index, *(np.int32(0),) * (x.ndim - 1))
-            return lax.dynamic_slice_p.bind(x, *starts, slice_sizes=sizes)
-
-        before = self.builder.num_steps
-        rows = self._emit(("cut", sizes), cut, [part, index], scope)
-        self.light.update(range(before, self.builder.num_steps))
-        return rows
-
-    def _index(self, position: int) -> Var:
-        """A constant that says where to cut: as an operand, so that equal tasks stay equal."""
-        if position not in self._indices:
-            value = np.int32(position)
-            var = self.builder.new(jax.typeof(value))
-            self.builder.constants[var] = value
-            self._indices[position] = var
-        return self._indices[position]
+    # --- parts ----------------------------------------------------------------------------------
 
     def _parts(
         self, operand: Operand, bounds: Bounds, scope: Scope, owners: Blocks | None
     ) -> list[Operand]:
         """A stack in parts with these bounds; outside of loops its blocks are made once."""
-        ends = zip(bounds, bounds[1:], strict=False)
+        ends = pairwise(bounds)
         parts = [
             self._range(operand, start, stop, scope, None if owners is None else owners.owner(i))
             for i, (start, stop) in enumerate(ends)
         ]
-        if owners is not None and not self._in_loop and not isinstance(operand, Lit):
-            if operand in self.env:
-                self.env[operand] = Rows(bounds, tuple(parts), False)
+        known = not isinstance(operand, Lit) and operand in self.env
+        if known and owners is not None and not self._in_loop:
+            self.env[operand] = Rows(bounds, tuple(parts), loose=False)
         return parts
 
-    def _ranges(
+    def _or_zeros(
         self, operand: Operand, bounds: Bounds, scope: Scope
     ) -> tuple[Operand | None, ...]:
-        """The same; None where all is zeros."""
+        """The same, wherever they lie; None where all is zeros."""
         stack = None if isinstance(operand, Lit) else self.env.get(operand)
         return tuple(
             None
-            if isinstance(stack, Rows) and _all_zeros(stack, start, stop)
+            if isinstance(stack, Rows) and stack.is_zero(start, stop)
             else self._range(operand, start, stop, scope, None)
-            for start, stop in zip(bounds, bounds[1:], strict=False)
+            for start, stop in pairwise(bounds)
         )
 
     def _range(
@@ -349,149 +225,87 @@ class StackSplitter:
         stop: int,
         scope: Scope,
         owner: int | None,
-        users: tuple[int, ...] = (),
+        users: tuple[int, ...] = _NOBODY,
     ) -> Operand:
-        """Rows `start` to `stop` of a stack, made on `owner` if it is given."""
+        """Rows of a stack, joined on `owner` if it is given; `users` are who reads them."""
         stack = None if isinstance(operand, Lit) else self.env.get(operand)
-        match stack:
-            case None:
-                whole = self.value(operand)
-                return self._cut(whole, start, stop, scope, owner, () if owner is None else (-1,))
-            case Fill(equation):
-                return self._resized(equation, equation.inputs, stop - start, owner)
-            case Rows(bounds, parts):
-                pieces: list[Operand] = []
-                aval = self.builder.aval(operand)
-                for number, (first, last) in enumerate(zip(bounds, bounds[1:], strict=False)):
-                    if first < stop and start < last:
-                        a, b = max(start, first), min(stop, last)
-                        pieces.append(
-                            self._piece(stack, operand, number, a, b, aval, scope, owner, users)
-                        )
-                if len(pieces) == 1:
-                    return pieces[0]
-                return self._emit(
-                    ("join", stop - start), _joined, pieces, scope, owner
-                )
-
-    def _piece(
-        self,
-        stack: Rows,
-        operand: Operand,
-        number: int,
-        start: int,
-        stop: int,
-        aval: Any,
-        scope: Scope,
-        owner: int | None,
-        users: tuple[int, ...],
-    ) -> Operand:
-        part = stack.parts[number]
-        if part is None:
-            shape = (stop - start, *aval.shape[1:])
-            return self._emit(
-                ("zeros", shape, aval.dtype), lambda: empty(shape, aval.dtype), [], scope, owner
-            )
-        assert not isinstance(operand, Lit)
-        blocks = self.blocks[operand]
-        first = stack.bounds[number]
-        if not stack.loose and stack.bounds == blocks.bounds:
-            owner = blocks.owner(number)
-        return self._cut(part, start - first, stop - first, scope, owner, users)
-
-    def _emit(
-        self,
-        key: Any,
-        function: Callable[..., Any],
-        inputs: Sequence[Operand],
-        scope: Scope,
-        owner: int | None = None,
-    ) -> Operand:
-        """Appends a small function; functions of one key are equal."""
-        avals = tuple(self.builder.aval(operand) for operand in inputs)
-        key = (key, tuple((aval.shape, aval.dtype, aval.weak_type) for aval in avals))
-        if key not in self._traced:
-            structs = [
-                jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
-                for aval in avals
-            ]
-            self._traced[key] = jax.make_jaxpr(function)(*structs)
-        before = self.builder.num_steps
-        (result,) = self.builder.inline_closed(self._traced[key], inputs, scope)
-        if owner is not None:
-            new = range(before, self.builder.num_steps)
-            self.pinned.update(dict.fromkeys(new, owner))
-        return result
+        if stack is None or isinstance(operand, Lit):
+            return self.maker.cut(self.value(operand), start, stop, scope, owner, light=False)
+        if isinstance(stack, Fill):
+            equation = stack.equation
+            return self.maker.resized(equation, equation.inputs, stop - start, owner)
+        blocks, pieces = self.blocks[operand], []
+        aval = self.maker.builder.avals[operand]
+        for number, part in enumerate(stack.parts):
+            first, last = stack.bounds[number : number + 2]
+            a, b = max(start, first), min(stop, last)
+            if a >= b:
+                continue
+            if part is None:
+                pieces.append(self.maker.zeros(aval, b - a, scope, owner))
+                continue
+            home = owner if stack.loose else blocks.owner(number)
+            light = home is not None and not set(users) - {home}
+            pieces.append(self.maker.cut(part, a - first, b - first, scope, home, light))
+        return self.maker.joined(pieces, scope, owner)
 
     # --- loops ----------------------------------------------------------------------------------
 
     def _loop(self, loop: Loop) -> None:
+        builder = self.maker.builder
         kinds = classify_carries(loop, {})
         stacked = [carry for carry in loop.carries if carry.inside in self.blocks]
-        loose = {c.inside for c in stacked if kinds[c.inside] == "accumulated"}
-        inits: dict[Var, Sequence[Operand]] = {}
-        insides: dict[Var, Sequence[Var]] = {}
-        for carry in stacked:
-            var = carry.inside
-            blocks = self.blocks[var]
-            bounds = self.fine[var] if var in loose else blocks.bounds
-            owners = None if var in loose else blocks
-            inits[var] = self._parts(carry.init, bounds, loop.scope, owners)
-            insides[var] = [self.builder.new(self.builder.aval(value)) for value in inits[var]]
-            self.env[var] = Rows(bounds, tuple(insides[var]), var in loose)
         others = [carry for carry in loop.carries if carry.inside not in self.blocks]
+        inits: dict[Var, Sequence[Operand]] = {}
+        for carry in stacked:
+            loose = kinds[carry.inside] == "accumulated"
+            inits[carry.inside] = self._enter(carry, loop.scope, loose)
         starts = [self.value(carry.init) for carry in others]
 
-        outer, self.builder.steps = self.builder.steps, []
+        outer, builder.steps = builder.steps, []
         was_in_loop, self._in_loop = self._in_loop, True
+        entered = {carry.inside: self.env[carry.inside] for carry in stacked}
         self.steps(loop.body)
         carries = [
             replace(carry, init=init, next=self.value(carry.next))
             for carry, init in zip(others, starts, strict=True)
         ]
+        fixed: dict[Var, Operand] = {}
         for carry in stacked:
-            carries += self._carries_of(carry, inits[carry.inside], insides[carry.inside])
-        body, self.builder.steps = tuple(self.builder.steps), outer
+            inside = entered[carry.inside]
+            assert isinstance(inside, Rows)
+            carries += self._leave(carry, inside, inits[carry.inside], fixed)
+        body, builder.steps = tuple(builder.steps), outer
         self._in_loop = was_in_loop
-        kept = {carry.inside for carry in carries}
-        fixed: dict[Var, Operand] = {
-            var: init
-            for carry in stacked
-            for var, init in zip(insides[carry.inside], inits[carry.inside], strict=True)
-            if var not in kept
-        }
-        loop = replace(loop, carries=tuple(carries), body=body)
-        self.builder.steps += substitute((loop,), fixed)
+        builder.steps += substitute((replace(loop, carries=tuple(carries), body=body),), fixed)
 
-    def _carries_of(
-        self, carry: Carry, inits: Sequence[Operand], insides: Sequence[Var]
+    def _enter(self, carry: Carry, scope: Scope, loose: bool) -> list[Operand]:
+        """Gives a carry one variable per part inside of the loop; returns the initial parts."""
+        var = carry.inside
+        bounds = self.fine[var] if loose else self.blocks[var].bounds
+        owners = None if loose else self.blocks[var]
+        inits = self._parts(carry.init, bounds, scope, owners)
+        builder = self.maker.builder
+        insides = tuple(builder.new(builder.aval(init)) for init in inits)
+        self.env[var] = Rows(bounds, insides, loose)
+        return inits
+
+    def _leave(
+        self, carry: Carry, inside: Rows, inits: Sequence[Operand], fixed: dict[Var, Operand]
     ) -> list[Carry]:
-        """One carry per part; what a part keeps from turn to turn is no carry."""
-        inside = self.env[carry.inside]
-        assert isinstance(inside, Rows)
+        """One carry per part; a part that stays as it is from turn to turn is none."""
         owners = None if inside.loose else self.blocks[carry.inside]
         nexts = self._parts(carry.next, inside.bounds, Scope(), owners)
         results: list[Operand] = []
         carries: list[Carry] = []
-        for init, var, next_ in zip(inits, insides, nexts, strict=True):
+        for init, var, next_ in zip(inits, inside.parts, nexts, strict=True):
+            assert isinstance(var, Var)
             if next_ == var:
+                fixed[var] = init
                 results.append(init)
                 continue
-            result = self.builder.new(self.builder.avals[var])
+            result = self.maker.builder.new(self.maker.builder.avals[var])
             carries.append(Carry(init, var, next_, result))
             results.append(result)
         self.env[carry.result] = Rows(inside.bounds, tuple(results), inside.loose)
         return carries
-
-
-def _all_zeros(stack: Rows, start: int, stop: int) -> bool:
-    ends = zip(stack.bounds, stack.bounds[1:], strict=False)
-    return all(
-        part is None
-        for (first, last), part in zip(ends, stack.parts, strict=True)
-        if first < stop and start < last
-    )
-
-
-def _joined(*parts: jax.Array) -> jax.Array:
-    return lax.concatenate(parts, 0)

@@ -7,6 +7,7 @@ Which rows lie where is decided before anything else is placed, by the tasks tha
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from jax.sharding import Mesh, NamedSharding
 
@@ -20,7 +21,6 @@ from multimesh._src.partition.loops import last_serial
 from multimesh._src.partition.seeds import Seeds, find_seeds
 from multimesh._src.partition.stacks.blocks import Blocks, choose_blocks, fine_bounds, slice_of
 from multimesh._src.partition.stacks.boundary import (
-    Parts,
     number_parts,
     plan_blocks,
     split_argument,
@@ -28,7 +28,8 @@ from multimesh._src.partition.stacks.boundary import (
 )
 from multimesh._src.partition.stacks.facts import StackFacts, facts_of
 from multimesh._src.partition.stacks.find import Families, find_families
-from multimesh._src.partition.stacks.split import Rows, StackSplitter
+from multimesh._src.partition.stacks.parts import PartMaker, Rows
+from multimesh._src.partition.stacks.split import StackSplitter
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,10 +180,10 @@ class _Split:
         return Stacks(
             program=replace(
                 program,
-                avals=splitter.builder.avals,
+                avals=splitter.maker.builder.avals,
                 arguments=tuple(arguments),
-                constants=splitter.builder.constants,
-                steps=tuple(splitter.builder.steps),
+                constants=splitter.maker.builder.constants,
+                steps=tuple(splitter.maker.builder.steps),
                 results=tuple(results),
             ),
             traced=replace(
@@ -199,8 +200,8 @@ class _Split:
                 ),
             ),
             batches={parts[position].first: batch for position, batch in self.batches.items()},
-            pinned=splitter.pinned,
-            light=frozenset(splitter.light),
+            pinned=splitter.maker.pinned,
+            light=frozenset(splitter.maker.light),
             placed=placed,
             arguments=plan_blocks(parts),
             results=plan_blocks(number_parts(wanted)),
@@ -239,7 +240,7 @@ class _Split:
         )
         reads = (read for family in self.families.families.values() for read in family.reads)
         return StackSplitter(
-            builder=builder,
+            maker=PartMaker(builder),
             blocks=blocks,
             fine={v: fine[f] for v, f in self.families.of.items() if f in fine},
             users={read.equation.serial: read.users for read in reads},
@@ -255,12 +256,12 @@ class _Split:
             one = splitter.blocks[var]
             if not one.are_several:
                 splitter.env[var] = Rows(one.bounds, (var,), False)
-                placed |= {var: submesh for submesh in one.submeshes}
+                placed.update((var, submesh) for submesh in one.submeshes)
             return [var]
         aval = self.program.avals[var]
-        ends = zip(blocks.bounds, blocks.bounds[1:], strict=False)
+        ends = pairwise(blocks.bounds)
         new = [
-            splitter.builder.new(aval.update(shape=(stop - start, *aval.shape[1:])))
+            splitter.maker.builder.new(aval.update(shape=(stop - start, *aval.shape[1:])))
             for start, stop in ends
         ]
         splitter.env[var] = Rows(blocks.bounds, tuple(new), False)
@@ -281,4 +282,3 @@ class _Split:
         if isinstance(mesh, Mesh) and not is_global(mesh, self.traced):
             return None
         return self._blocks_of(operand, result.aval.size)
-
