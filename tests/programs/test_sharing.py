@@ -55,7 +55,7 @@ def train(step: Callable[..., Tree], state: Tree, num_steps: int = NUM_STEPS) ->
     return state, value
 
 
-def stacks_of(tree: Tree) -> list[tuple[str, jax.Array]]:
+def stacks_of(tree: Tree) -> list[tuple[str, Any]]:
     """The leaves that are stacks, opt state included."""
     named = jax.tree_util.tree_leaves_with_path(tree)
     return [

@@ -89,7 +89,7 @@ class Block:
     def whole_sharding(self, sharding: NamedSharding) -> NamedSharding:
         """The sharding of the whole array whose parts have `sharding`."""
         first, *rest = sharding.spec if len(sharding.spec) else (None,)
-        inside = first if isinstance(first, tuple) else () if first is None else (first,)
+        inside: Any = first if isinstance(first, tuple) else () if first is None else (first,)
         spec = PartitionSpec((self.axis, *inside) if inside else self.axis, *rest)
         return NamedSharding(self.mesh, spec, memory_kind=sharding.memory_kind)
 

@@ -156,7 +156,7 @@ def _place(driver: _Driver, stacks: Stacks) -> _Placed:
     match, seeded = find_seeds(flat, seeds)
     seeded |= stacks.pinned
     default = default_submesh(traced, seeds)
-    arguments = placed_arguments(flat, traced, seeds) | stacks.placed
+    arguments = {**placed_arguments(flat, traced, seeds), **stacks.placed}
     limit = settings.recompute_from_arguments_if_cost_less_than
     cloned = find_cloned(
         flat,

@@ -100,9 +100,9 @@ class StackOutput:
         self.sharding = whole.sharding
         aval = whole.aval
         self._assemble = assembler(aval.shape, aval.dtype, aval.weak_type, whole.sharding)
-        made = [(k, d) for k, info in enumerate(infos) for d in info.sharding.mesh.devices.flat]
+        made = [(k, d) for k, info in enumerate(infos) for d in _devices(info.sharding.mesh)]
         at = {device: position for position, (_, device) in enumerate(made)}
-        self._order = [at[device] for device in block.mesh.devices.flat]
+        self._order = [at[device] for device in _devices(block.mesh)]
 
     def join(self, slots: Sequence[Any]) -> jax.Array:
         """Returns the whole array."""
@@ -144,6 +144,11 @@ def whole_info(info: SlotInfo, block: Block) -> SlotInfo:
     return SlotInfo(aval, block.whole_sharding(info.sharding), info.label)
 
 
+def _devices(mesh: Any) -> list[Any]:
+    """The devices of a concrete mesh in order."""
+    return list(mesh.devices.flat)
+
+
 def _block_of(entry: Input) -> Block:
     assert entry.block is not None
     return entry.block
@@ -152,8 +157,8 @@ def _block_of(entry: Input) -> Block:
 def _part(plan: Plan, entry: Input) -> _Part:
     (slot,) = entry.slots
     info = plan.slots[slot]
-    at = {device: k for k, device in enumerate(_block_of(entry).mesh.devices.flat)}
-    positions = tuple(at[device] for device in info.sharding.mesh.devices.flat)
+    at = {device: k for k, device in enumerate(_devices(_block_of(entry).mesh))}
+    positions = tuple(at[device] for device in _devices(info.sharding.mesh))
     aval = info.aval
     assemble = assembler(aval.shape, aval.dtype, aval.weak_type, info.sharding)
     return _Part(slot, positions, assemble)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import jax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from multimesh._src.frontend.logical import same_mesh
 from multimesh._src.frontend.tracing import Argument, Result
@@ -98,7 +98,7 @@ def split_result(result: Result, blocks: Blocks | None, arguments: Sequence[Part
     alike = succeeded is not None and succeeded.blocks == blocks
     sharding = result.sharding
     if sharding is not None:
-        spec = blocks.spec_inside(sharding.spec)
+        spec = blocks.spec_inside(sharding.spec) or PartitionSpec()
         sharding = NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
     return [
         replace(

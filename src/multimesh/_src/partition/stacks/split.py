@@ -201,8 +201,9 @@ class StackSplitter:
             self._range(operand, start, stop, scope, None if owners is None else owners.owner(i))
             for i, (start, stop) in enumerate(ends)
         ]
-        known = not isinstance(operand, Lit) and operand in self.env
-        if known and owners is not None and not self._in_loop:
+        if owners is None or self._in_loop or isinstance(operand, Lit):
+            return parts
+        if operand in self.env:
             self.env[operand] = Rows(bounds, tuple(parts), loose=False)
         return parts
 

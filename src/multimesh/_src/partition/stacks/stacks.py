@@ -174,8 +174,10 @@ class _Split:
         wanted = [self._blocks_of_result(v, r) for v, r in self._results()]
         results: list[Operand] = []
         for (operand, _), blocks in zip(self._results(), wanted, strict=True):
-            split = blocks is not None and not isinstance(operand, Lit)
-            results += splitter.in_blocks(operand) if split else (splitter.value(operand),)
+            if blocks is None or isinstance(operand, Lit):
+                results.append(splitter.value(operand))
+            else:
+                results += splitter.in_blocks(operand)
         submeshes = self.seeds.submeshes
         return Stacks(
             program=replace(
