@@ -4,10 +4,15 @@ Inner jits are inlined and every equation carries its whole scope. Loops whose b
 (`Loop`) are the only nesting; their bodies read variables of the enclosing program directly, so a
 loop has no list of constants. What `lax.scan` calls `xs` and `ys` is written out: a slice at the
 loop index, and a carried stack that is written at the loop index.
+
+The branches of a conditional that has to be cut stand one after the other, every step in them under
+a *guard*; behind them, each result is *chosen* from what the branches give for it. Until
+`partition.branches` makes conditionals of them again, a variable made under a guard has a value only
+where that guard holds.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 from multimesh._src.ir.scope import Scope
@@ -27,10 +32,25 @@ Operand: TypeAlias = Var | Lit
 
 
 @dataclass(frozen=True, slots=True)
+class Guard:
+    """A branch of a conditional: what stands in it runs when `index` is `branch`.
+
+    `cond` is a serial of its own, `eqn` the JAX equation of the whole conditional.
+    """
+
+    cond: int
+    index: Operand
+    branch: int
+    eqn: Any = field(compare=False, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
 class Equation:
     """One JAX equation on our variables; the variables of `eqn` itself are ignored.
 
     `serial` is unique within the program and survives passes, so that analyses can name it.
+    `guards` are the branches around it, outermost first. `chooses` says that it is a `select_n` of
+    what the branches of this conditional give (the guard's own branch means nothing then).
     """
 
     serial: int
@@ -38,6 +58,8 @@ class Equation:
     inputs: tuple[Operand, ...]
     outputs: tuple[Var, ...]
     scope: Scope
+    guards: tuple[Guard, ...] = ()
+    chooses: Guard | None = None
 
     @property
     def primitive(self) -> str:
@@ -70,6 +92,7 @@ class Loop:
     body: tuple["Step", ...]
     scope: Scope
     marker: str = ""
+    guards: tuple[Guard, ...] = ()
 
     @property
     def outputs(self) -> tuple[Var, ...]:
@@ -108,10 +131,13 @@ def free_variables(steps: tuple[Step, ...]) -> tuple[Var, ...]:
 
 
 def step_inputs(step: Step) -> tuple[Operand, ...]:
-    """Operands of a step; for a loop its initial values and what its body reads from outside."""
+    """Operands of a step, those of its guards included.
+
+    For a loop its initial values and what its body reads from outside.
+    """
     match step:
         case Equation():
-            return step.inputs
+            return (*step.inputs, *(guard.index for guard in step.guards))
         case Loop():
             inside = {step.index, *(carry.inside for carry in step.carries)}
             known = inside.union(*(inner.outputs for inner in step.body))
@@ -139,18 +165,23 @@ def substitute(steps: tuple[Step, ...], new: Mapping[Var, Operand]) -> tuple[Ste
     def look(operand: Operand) -> Operand:
         return operand if isinstance(operand, Lit) else new.get(operand, operand)
 
+    def look_guards(guards: tuple[Guard, ...]) -> tuple[Guard, ...]:
+        return tuple(replace(guard, index=look(guard.index)) for guard in guards)
+
     def rewrite(step: Step) -> Step:
         match step:
             case Equation():
-                if not any(v in new for v in step.inputs if not isinstance(v, Lit)):
+                if not any(v in new for v in step_inputs(step) if not isinstance(v, Lit)):
                     return step
-                return replace(step, inputs=tuple(map(look, step.inputs)))
+                guards = look_guards(step.guards)
+                return replace(step, inputs=tuple(map(look, step.inputs)), guards=guards)
             case Loop():
                 carries = tuple(
                     replace(carry, init=look(carry.init), next=look(carry.next))
                     for carry in step.carries
                 )
-                return replace(step, carries=carries, body=substitute(step.body, new))
+                body = substitute(step.body, new)
+                return replace(step, carries=carries, body=body, guards=look_guards(step.guards))
 
     return tuple(map(rewrite, steps)) if new else steps
 

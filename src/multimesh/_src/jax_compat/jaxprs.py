@@ -142,6 +142,31 @@ def _rename_effects(effs: Any, renamed: Mapping[Atom, Atom]) -> Any:
     }
 
 
+def conditional(
+    eqn: JaxprEqn, operands: Sequence[Any], results: Sequence[Any], branches: Sequence[ClosedJaxpr]
+) -> JaxprEqn:
+    """Returns the conditional `eqn` with other branches, in fresh variables.
+
+    Args:
+        eqn: A `cond` equation: its params, context and source line are kept.
+        operands: Types of the index and of what the branches take.
+        results: Types of what the branches give.
+        branches: The branches.
+    """
+    effs = {
+        eff
+        for branch in branches
+        for eff in branch.effects
+        if not isinstance(eff, effects.JaxprInputEffect)
+    }
+    return eqn.replace(
+        invars=list(map(new_var, operands)),
+        outvars=list(map(new_var, results)),
+        params={**eqn.params, "branches": tuple(branches)},
+        effects=effs,
+    )
+
+
 def debug_info(name: str, num_args: int, num_results: int) -> Any:
     """Returns the `DebugInfo` of a jaxpr that we make: only a name."""
     return core.DebugInfo("multimesh", name, ("",) * num_args, ("",) * num_results)

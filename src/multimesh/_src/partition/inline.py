@@ -8,11 +8,13 @@
 Inner jits and custom derivatives are always inlined, and so is a remat region in a forward pass. A
 remat region that recomputes is cut when it touches several submeshes (R20), and so is a scan (R11);
 otherwise both stay one equation, unless tasks are never to be fused: then a scan of several tasks
-is cut too. A scan over layers (`scanned=True`) is written out, layer by layer.
+is cut too. A scan over layers (`scanned=True`) is written out, layer by layer. A conditional that
+touches several submeshes, or none that is known yet, is opened: its branches stand under guards, and
+`partition.branches` makes one conditional per submesh of them (R12).
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -23,7 +25,17 @@ from jax import lax
 from multimesh._src.frontend.markers import microbatch_marker
 from multimesh._src.frontend.scopes import in_iteration, scope_of_equation
 from multimesh._src.frontend.tracing import TracedFunction
-from multimesh._src.ir.flat import Carry, Equation, FlatProgram, Lit, Loop, Operand, Step, Var
+from multimesh._src.ir.flat import (
+    Carry,
+    Equation,
+    FlatProgram,
+    Guard,
+    Lit,
+    Loop,
+    Operand,
+    Step,
+    Var,
+)
 from multimesh._src.ir.scope import Scope
 from multimesh._src.jax_compat import jaxprs
 from multimesh._src.partition.seeds import Seeds
@@ -32,6 +44,7 @@ _CALLS = frozenset(
     ("jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "remat_call")
 )
 REMAT = frozenset(("checkpoint", "remat", "remat2"))
+_MAX_SCALARS = 16  # elements up to which a conditional without tasks is not worth cutting
 
 
 def inline(traced: TracedFunction, seeds: Seeds) -> FlatProgram:
@@ -68,6 +81,7 @@ class Builder:
     constants: dict[Var, Any] = field(default_factory=dict)
     steps: list[Step] = field(default_factory=list)
     num_steps: int = 0
+    guards: tuple[Guard, ...] = ()  # the branches around what is appended
     _constant_of: dict[int, Var] = field(default_factory=dict)
     _pieces: dict[Var, list[Operand]] = field(default_factory=dict)  # of stacks made here
 
@@ -122,8 +136,11 @@ class Builder:
             return self._write_out(eqn, inputs, scope)
         if runs and self._is_cut(eqn, scope):
             return self._inline_scan(eqn, inputs, scope)
+        if name == "cond" and self._is_spread(eqn, scope):
+            return self._inline_cond(eqn, inputs, scope)
         outputs = tuple(self.new(var.aval) for var in eqn.outvars)
-        self.steps.append(Equation(self.serial(), eqn, tuple(inputs), outputs, scope))
+        step = Equation(self.serial(), eqn, tuple(inputs), outputs, scope, self.guards)
+        self.steps.append(step)
         return outputs
 
     def _is_cut(self, eqn: Any, scope: Scope) -> bool:
@@ -136,6 +153,14 @@ class Builder:
         """Whether a remat region is cut; one that is not differentiated recomputes nothing."""
         recomputes = eqn.params.get("differentiated", True)
         return not recomputes or self.seeds.num_submeshes_inside(eqn, scope) > 1
+
+    def _is_spread(self, eqn: Any, scope: Scope) -> bool:
+        """Whether a conditional is cut: where no task is inside, its operands may lie anywhere."""
+        if set(eqn.params) != {"branches"}:
+            return False  # chosen by platform, which only lowering knows
+        num_submeshes = self.seeds.num_submeshes_inside(eqn, scope)
+        large = any(var.aval.size > _MAX_SCALARS for var in eqn.outvars)
+        return num_submeshes > 1 or (num_submeshes == 0 and large)
 
     def _inline_call(self, eqn: Any, inputs: list[Operand], scope: Scope) -> list[Operand]:
         inner = jaxprs.sub_jaxprs(eqn.params)[0]
@@ -203,9 +228,35 @@ class Builder:
         )
         own = scope_of_equation(eqn).markers
         marker = next((m for m in own if microbatch_marker(m) is not None), "")
-        loop = Loop(self.serial(), length, index, carries, tuple(body), scope, marker)
+        loop = Loop(
+            self.serial(), length, index, carries, tuple(body), scope, marker, self.guards
+        )
         self.steps.append(loop)
         return outputs
+
+    def _inline_cond(self, eqn: Any, inputs: list[Operand], scope: Scope) -> Sequence[Operand]:
+        index, *operands = inputs
+        branches = eqn.params["branches"]
+        if isinstance(index, Lit):
+            taken = min(max(int(index.value), 0), len(branches) - 1)
+            return self.inline_closed(branches[taken], operands, scope)
+        outer, guard = self.guards, Guard(self.serial(), index, -1, eqn)
+        results: list[list[Operand]] = []
+        for number, branch in enumerate(branches):
+            self.guards = (*outer, replace(guard, branch=number))
+            results.append(self.inline_closed(branch, operands, scope))
+        self.guards = outer
+        return [self._choose(guard, options, scope) for options in zip(*results, strict=True)]
+
+    def _choose(self, guard: Guard, options: Sequence[Operand], scope: Scope) -> Operand:
+        first, *others = options
+        if not isinstance(first, Lit) and all(other == first for other in others):
+            return first
+        (result,) = self.emit(lax.select_n, [guard.index, *options], scope)
+        step = self.steps[-1]
+        assert isinstance(step, Equation)
+        self.steps[-1] = replace(step, chooses=guard)
+        return result
 
     def _write_out(self, eqn: Any, inputs: list[Operand], scope: Scope) -> Sequence[Operand]:
         """Appends every iteration of a scan over layers, for each has a submesh of its own.

@@ -17,7 +17,10 @@ from multimesh._src.partition.assign.places import assign_places
 from multimesh._src.partition.assign.saved import use_saved
 from multimesh._src.partition.assign.sums import regroup_sums
 from multimesh._src.partition.backward import Numbers
+from multimesh._src.partition.branches import join_branches
+from multimesh._src.partition.carries import CarryKind, classify_all
 from multimesh._src.partition.batches import Batch, store_microbatch_major
+from multimesh._src.partition.choices import read_own_options
 from multimesh._src.partition.dedupe import deduplicate
 from multimesh._src.partition.emit import emit
 from multimesh._src.partition.events import Runs, walk
@@ -119,7 +122,9 @@ def _flatten(driver: _Driver) -> tuple[FlatProgram, Mapping[int, Batch]]:
     hoist = driver.traced.settings.hoist_loop_invariants
     flat = simplify_loops(flat, driver.seeds, hoist=hoist)
     # Only loops without counters show that one is the transpose of another.
-    flat = prune(merge_transposes(flat))
+    flat = merge_transposes(flat)
+    # In one loop a backward branch reads what its forward one made, whatever autodiff joined.
+    flat = prune(read_own_options(flat))
     driver.show("simplify_loops", text.print_flat, flat)
     return flat, batches
 
@@ -129,7 +134,8 @@ class _Placed:
     """A flat program whose equations have submeshes.
 
     `place` has the submesh of each equation and `match` the match of each seed, by serial;
-    `arguments` the submeshes on which callers placed arguments.
+    `arguments` the submeshes on which callers placed arguments; `carries` says what loops do with
+    what they carry.
     """
 
     flat: FlatProgram
@@ -137,6 +143,7 @@ class _Placed:
     match: Mapping[int, Match]
     cloned: Cloned
     arguments: Mapping[Var, int]
+    carries: Mapping[Var, CarryKind]
 
 
 def _place(driver: _Driver, flat: FlatProgram) -> _Placed:
@@ -159,7 +166,10 @@ def _place(driver: _Driver, flat: FlatProgram) -> _Placed:
     # Places come before sums are regrouped: only then is it known which sums cross submeshes.
     flat, place = regroup_sums(flat, place, seeded, cloned)
     driver.show("assign", text.print_flat, flat, place)
-    return _Placed(flat, place, match, cloned, arguments)
+    carries = classify_all(flat.steps, place)
+    # Each submesh has its conditional once places are final; later passes see no guards.
+    flat = join_branches(flat, place, match, cloned, seeds)
+    return _Placed(flat, place, match, cloned, arguments, carries)
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,8 +195,7 @@ def _cut(driver: _Driver, placed: _Placed) -> _Cut:
     numbers = Numbers(avals, splitter.num_nodes)
     steps, pipelines = find_pipelines(
         steps,
-        flat,
-        place,
+        placed.carries,
         splitter.stages,
         submeshes,
         lambda loop, found: runs_halves(found, loop.length, driver.schedule_of(loop)),

@@ -42,7 +42,8 @@ def _flat_lines(
         where = (
             "" if place is None else f" @{place[step.serial]}" if step.serial in place else " @-"
         )
-        yield f"{indent}{outputs} = {step.primitive} {inputs}{where}{scope}"
+        guards = "".join(f" if {_operand(g.index)} == {g.branch}" for g in step.guards)
+        yield f"{indent}{outputs} = {step.primitive} {inputs}{where}{scope}{guards}"
 
 
 def print_program(program: Program) -> str:

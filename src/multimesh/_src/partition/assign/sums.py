@@ -80,8 +80,7 @@ def _count_uses(steps: tuple[Step, ...], results: tuple[Operand, ...], context: 
         if not isinstance(operand, Lit):
             context.uses[operand] = context.uses.get(operand, 0) + 2  # a result stays as it is
     for step in steps:
-        reads = step.inputs if isinstance(step, Equation) else step_inputs(step)
-        for operand in reads:
+        for operand in step_inputs(step):
             if not isinstance(operand, Lit):
                 weight = 1 if isinstance(step, Equation) else 2
                 context.uses[operand] = context.uses.get(operand, 0) + weight
@@ -208,7 +207,7 @@ def _sum(
     for position, term in enumerate(terms[1:], 2):
         last = position == len(terms) and output is not None
         var = output if last and output is not None else context.new_var(_aval(like, context))
-        equation = Equation(context.serial(), like.eqn, (total, term), (var,), like.scope)
+        equation = replace(like, serial=context.serial(), inputs=(total, term), outputs=(var,))
         context.place[equation.serial] = place
         context.var_place[var] = place
         equations.append(equation)
@@ -287,7 +286,7 @@ def _zeros(like: Equation, place: int, zeros: list[Equation], context: _Context)
     eqn: Any = jaxprs.open_jaxpr(closed).eqns[0]
     var = context.new_var(aval)
     inputs = tuple(Lit(atom.val, atom.aval) for atom in eqn.invars)
-    equation = Equation(context.serial(), eqn, inputs, (var,), like.scope)
+    equation = Equation(context.serial(), eqn, inputs, (var,), like.scope, like.guards)
     context.place[equation.serial] = place
     zeros.append(equation)
     return var

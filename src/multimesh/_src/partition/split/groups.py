@@ -45,7 +45,7 @@ def group_equations(
         in_loop: Whether the region is a loop body.
         backward_name: Gives the name of the backward task of a forward task's name.
     """
-    backward = _backward_phase(region)
+    backward = backward_phase(region)
     hops = [0] * len(region.steps) if in_loop else _hops_ahead(region, place)
     groups: dict[int, Group] = {}
     for position, step in enumerate(region.steps):
@@ -73,7 +73,7 @@ def group_equations(
     return groups
 
 
-def _backward_phase(region: Region) -> list[bool]:
+def backward_phase(region: Region) -> list[bool]:
     """Whether an equation is, or depends on, a transposed one."""
     phase: list[bool] = []
     for position, step in enumerate(region.steps):
