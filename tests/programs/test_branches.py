@@ -55,11 +55,10 @@ def test_one_conditional_per_submesh(flag):
         return deep_or_shallow(params, x, flag)
 
     staged = judge(pipeline(2), forward, weights(2), X, flag)
-    tasks = staged.trace(weights(2), X, flag).lower().program.tasks
-    assert [(task.name, task.body.eqns[-1].primitive.name) for task in tasks] == [
-        ("layer0_fwd", "cond"),
-        ("layer1_fwd", "cond"),
-    ]
+    tasks = staged.trace(weights(2), X, flag).lower()._partitioned.program.tasks
+    conds = [[eqn.primitive.name for eqn in task.body.eqns].count("cond") for task in tasks]
+    assert [task.name for task in tasks] == ["layer0_fwd", "layer1_fwd"]
+    assert conds == [1, 1]
 
 
 @pytest.mark.parametrize("width", [1, 2])
@@ -295,7 +294,7 @@ def test_loss_scaling_with_overflow_skip():
 
         def update(_):
             unscaled = [g / scale for g in grads]
-            norm = optax.global_norm(unscaled)
+            norm = jnp.sqrt(sum(jnp.sum(g**2) for g in unscaled))
             clipped = [g / jnp.maximum(norm, 1) for g in unscaled]
             return sgd(params, clipped), scale * 2
 
@@ -330,7 +329,7 @@ def test_microbatch_loop_inside_a_branch(flag):
 def test_scan_over_layers_inside_a_branch():
     multi = pipeline(2)
     multi.register_task(
-        r"block_\d+",
+        "block",
         scanned=True,
         callback=lambda name, backprop: Task(
             name=name, mesh_slice={"stage": int(name.split("_")[1]) // 2}
@@ -342,7 +341,7 @@ def test_scan_over_layers_inside_a_branch():
 
         def layers(x):
             def body(h, w):
-                with jax.named_scope("block_"):
+                with jax.named_scope("block"):
                     return jnp.tanh(h @ w), None
 
             return lax.scan(body, x, stack)[0]
