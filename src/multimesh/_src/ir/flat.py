@@ -79,10 +79,12 @@ class Carry:
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    """A loop with a static trip count whose body is cut into tasks.
+    """A loop whose body is cut into tasks.
 
     `index` is an int32 scalar that counts 0, 1, ... `length` - 1 in order of execution.
     `marker` is the scope component of `microbatch`, empty for a loop written by hand.
+    A `while` has a `condition`: the value inside of a carry, read before each iteration; the loop
+    ends when it is false. Its `length` is 0, and nothing reads its `index`.
     """
 
     serial: int
@@ -93,6 +95,7 @@ class Loop:
     scope: Scope
     marker: str = ""
     guards: tuple[Guard, ...] = ()
+    condition: Var | None = None
 
     @property
     def outputs(self) -> tuple[Var, ...]:

@@ -36,7 +36,7 @@ def _readers(plan: Plan) -> dict[Slot, set[int]]:
     """Which steps read a slot, by position; -1 stands for the caller."""
     readers: dict[Slot, set[int]] = {slot: {-1} for slot in plan.outputs}
     for position, step in enumerate(plan.steps):
-        for slot in step.inputs if isinstance(step, Run) else step.sources:
+        for slot in step.sources if isinstance(step, Copy) else step.inputs:
             readers.setdefault(slot, set()).add(position)
     return readers
 

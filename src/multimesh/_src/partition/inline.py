@@ -10,7 +10,11 @@ remat region that recomputes is cut when it touches several submeshes (R20), and
 otherwise both stay one equation, unless tasks are never to be fused: then a scan of several tasks
 is cut too. A scan over layers (`scanned=True`) is written out, layer by layer. A conditional that
 touches several submeshes, or none that is known yet, is opened: its branches stand under guards, and
-`partition.branches` makes one conditional per submesh of them (R12).
+`partition.branches` makes one conditional per submesh of them (R12). A `while` that touches several
+submeshes becomes a loop that carries its own condition:
+
+    while test(c): c = body(c)                 ->         loop while p, p = test c0, c = c0:
+                                                            c' = body c ; p' = test c'
 """
 
 from collections.abc import Callable, Sequence
@@ -138,6 +142,8 @@ class Builder:
             return self._inline_scan(eqn, inputs, scope)
         if name == "cond" and self._is_spread(eqn, scope):
             return self._inline_cond(eqn, inputs, scope)
+        if name == "while" and self.seeds.num_submeshes_inside(eqn, scope) > 1:
+            return self._inline_while(eqn, inputs, scope)
         outputs = tuple(self.new(var.aval) for var in eqn.outvars)
         step = Equation(self.serial(), eqn, tuple(inputs), outputs, scope, self.guards)
         self.steps.append(step)
@@ -230,6 +236,30 @@ class Builder:
         marker = next((m for m in own if microbatch_marker(m) is not None), "")
         loop = Loop(
             self.serial(), length, index, carries, tuple(body), scope, marker, self.guards
+        )
+        self.steps.append(loop)
+        return outputs
+
+    def _inline_while(self, eqn: Any, inputs: list[Operand], scope: Scope) -> Sequence[Operand]:
+        # (condition's consts, body's consts, init) -> carry; the condition is carried as well
+        params = eqn.params
+        first, second = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
+        tests, consts, inits = inputs[:first], inputs[first:second], inputs[second:]
+        (goes,) = self.inline_closed(params["cond_jaxpr"], [*tests, *inits], scope)
+        outer, self.steps = self.steps, []
+        inside = [self.new(var.aval) for var in eqn.outvars]
+        nexts = self.inline_closed(params["body_jaxpr"], [*consts, *inside], scope)
+        (goes_on,) = self.inline_closed(params["cond_jaxpr"], [*tests, *nexts], scope)
+        body, self.steps = self.steps, outer
+        outputs = [self.new(var.aval) for var in eqn.outvars]
+        condition, end = self.new(self.aval(goes)), self.new(self.aval(goes))
+        carries = (
+            *map(Carry, inits, inside, nexts, outputs),
+            Carry(goes, condition, goes_on, end),
+        )
+        index = self.new(jax.typeof(np.int32(0)))
+        loop = Loop(
+            self.serial(), 0, index, carries, tuple(body), scope, "", self.guards, condition
         )
         self.steps.append(loop)
         return outputs

@@ -87,7 +87,8 @@ def _simplify_steps(
         (loop,) = substitute((replace(loop, body=tuple(builder.steps)),), renamed)
         assert isinstance(loop, Loop)
         builder.steps = outer
-        loop = _extract_counters(loop, builder, renamed)
+        if loop.condition is None:
+            loop = _extract_counters(loop, builder, renamed)
         if hoist:
             loop = _hoist_invariants(loop, builder)
         builder.steps.append(loop)

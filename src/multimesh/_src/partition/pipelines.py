@@ -42,7 +42,8 @@ def find_pipelines(
         if isinstance(step, TaskNode):
             return (step,)
         tasks = [inner for inner in step.tasks if isinstance(inner, TaskNode)]
-        whole = len(tasks) == len(step.tasks)  # no loop inside touches several submeshes itself
+        # no loop inside touches several submeshes itself, and the number of iterations is known
+        whole = len(tasks) == len(step.tasks) and step.condition is None
         pipeline = _pipeline_of(step, tasks, kinds, given, submeshes) if whole else None
         if pipeline is None:
             inner = (found for task in step.tasks for found in visit(task))

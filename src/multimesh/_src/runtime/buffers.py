@@ -19,7 +19,8 @@ where they are, and all slots of one argument.
 Where donation is right for most runs of an executable but not for some (an accumulator that starts
 from an array of the caller), these runs get a private copy of the argument; where it is right for
 half of them or fewer, it is given up. Private copies also keep results apart that would share a
-buffer with a constant, an undonated argument or another result. An argument that the plan returns
+buffer with a constant, an undonated argument or another result. A host loop owns the carried arrays
+that its plan may write over: they die there, or it gets private copies. An argument that the plan returns
 as it is stays the caller's own array.
 """
 
@@ -31,7 +32,7 @@ from typing import Any, TypeAlias
 
 import jax
 
-from multimesh._src.ir.plan import Copy, Executable, Plan, Run, Slot, Step
+from multimesh._src.ir.plan import Copy, Executable, HostLoop, Plan, Run, Slot, Step
 from multimesh._src.ir.submesh import Submesh
 from multimesh._src.jax_compat.avals import no_ambient_mesh
 from multimesh._src.runtime.donation import Pairs, pair_donations, runs_of
@@ -70,7 +71,7 @@ def plan_buffers(plan: Plan, shared: Sharing | None = None) -> BufferedPlan:
     """
     if shared is None:
         shared = {step: _overlaps(plan, step) for step in plan.steps if isinstance(step, Copy)}
-    plan = _separate_results(plan, shared)
+    plan = _own_carries(_separate_results(plan, shared), shared)
     lives = _lives(plan, shared)
     allowed = _allowed_donations(plan, lives)
     donations = pair_donations(plan, allowed)
@@ -110,12 +111,12 @@ def _lives(plan: Plan, shared: Sharing) -> _Lives:
 
 def reads(step: Step) -> tuple[Slot, ...]:
     """Returns the slots that a step reads."""
-    return step.inputs if isinstance(step, Run) else step.sources
+    return step.sources if isinstance(step, Copy) else step.inputs
 
 
 def writes(step: Step) -> tuple[Slot, ...]:
     """Returns the slots that a step fills."""
-    return step.outputs if isinstance(step, Run) else step.targets
+    return step.targets if isinstance(step, Copy) else step.outputs
 
 
 def _alias_groups(plan: Plan, shared: Sharing) -> tuple[int, ...]:
@@ -139,6 +140,11 @@ def _sharing_slots(plan: Plan, shared: Sharing) -> Iterator[tuple[Slot, Slot]]:
         if isinstance(step, Copy):
             flags = zip(step.sources, step.targets, shared[step], strict=True)
             yield from ((source, target) for source, target, shares in flags if shares)
+        elif isinstance(step, HostLoop):
+            # without an iteration the results are what went in; a carry may be passed on for ever
+            kept = [k for k, entry in enumerate(step.plan.inputs) if not entry.donated]
+            results = [slot for k, slot in enumerate(step.outputs) if k in kept]
+            yield from ((step.inputs[k], slot) for slot in results for k in kept)
 
 
 def _overlaps(plan: Plan, step: Copy) -> tuple[bool, ...]:
@@ -247,6 +253,28 @@ def _separate_results(plan: Plan, shared: Sharing) -> Plan:
         return plan
     outputs = tuple(renamed.get(slot, slot) for slot in plan.outputs)
     return rewriter.finish((*plan.steps, *copies), outputs)
+
+
+def _own_carries(plan: Plan, shared: Sharing) -> Plan:
+    """Puts private copies before loops that would write over an array that is not theirs."""
+    if not any(isinstance(step, HostLoop) for step in plan.steps):
+        return plan
+    lives = _lives(plan, shared)
+    rewriter, steps = _Rewriter(plan), []
+    for index, step in enumerate(plan.steps):
+        if isinstance(step, HostLoop):
+            inputs = list(step.inputs)
+            uses = Counter(lives.group[slot] for slot in inputs)
+            for position, entry in enumerate(step.plan.inputs):
+                group = lives.group[inputs[position]]
+                dies = lives.group_last[group] == index and uses[group] == 1
+                if entry.donated and not (dies and group not in lives.foreign):
+                    copy = rewriter.copy(inputs[position])
+                    steps.append(copy)
+                    inputs[position] = copy.outputs[0]
+            step = replace(step, inputs=tuple(inputs))
+        steps.append(step)
+    return rewriter.finish(steps, plan.outputs)
 
 
 def _copy_for_donation(plan: Plan, donations: Sequence[Pairs], allowed: Allowed) -> Plan:

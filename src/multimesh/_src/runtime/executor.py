@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from multimesh._src.errors import ExecutionError, MultiMeshError, NonFiniteError, message
-from multimesh._src.ir.plan import Run, Slot
+from multimesh._src.ir.plan import Copy, HostLoop, Slot, Step
 from multimesh._src.runtime.buffers import BufferedPlan, reads, writes
 
 ENQUEUE_LOCK = threading.RLock()  # a callback inside a task may call another step
@@ -50,10 +50,12 @@ def prepare_steps(
     return tuple(steps)
 
 
-def step_name(step: Any) -> str:
+def step_name(step: Step) -> str:
     """Returns how errors and texts call a step."""
-    if not isinstance(step, Run):
+    if isinstance(step, Copy):
         return f"copy `{step.edge}`"
+    if isinstance(step, HostLoop):
+        return f"loop {step.name}"
     return f"task `{step.task}`" + (f", iteration {step.iteration}" if step.iteration >= 0 else "")
 
 

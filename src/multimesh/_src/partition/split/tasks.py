@@ -82,6 +82,7 @@ class Splitter:
                         tasks=self._build(piece.inner),
                         marker=piece.loop.marker,
                         microbatch=False,
+                        condition=piece.loop.condition,
                     )
                 )
             else:
