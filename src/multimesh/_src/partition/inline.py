@@ -245,24 +245,31 @@ class Builder:
         params = eqn.params
         first, second = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
         tests, consts, inits = inputs[:first], inputs[first:second], inputs[second:]
-        (goes,) = self.inline_closed(params["cond_jaxpr"], [*tests, *inits], scope)
+        inits += self.inline_closed(params["cond_jaxpr"], [*tests, *inits], scope)
+        inits.append(self._any(inits[-1], scope))
         outer, self.steps = self.steps, []
-        inside = [self.new(var.aval) for var in eqn.outvars]
-        nexts = self.inline_closed(params["body_jaxpr"], [*consts, *inside], scope)
-        (goes_on,) = self.inline_closed(params["cond_jaxpr"], [*tests, *nexts], scope)
+        types = [*(var.aval for var in eqn.outvars), self.aval(inits[-2]), self.aval(inits[-1])]
+        inside = [self.new(aval) for aval in types]
+        *olds, flags, condition = inside
+        nexts = self.inline_closed(params["body_jaxpr"], [*consts, *olds], scope)
+        if self.avals[flags].ndim:
+            triples = ([flags, next_, old] for next_, old in zip(nexts, olds, strict=True))
+            nexts = [self.emit(_where, triple, scope)[0] for triple in triples]
+        nexts += self.inline_closed(params["cond_jaxpr"], [*tests, *nexts], scope)
+        nexts.append(self._any(nexts[-1], scope))
         body, self.steps = self.steps, outer
-        outputs = [self.new(var.aval) for var in eqn.outvars]
-        condition, end = self.new(self.aval(goes)), self.new(self.aval(goes))
-        carries = (
-            *map(Carry, inits, inside, nexts, outputs),
-            Carry(goes, condition, goes_on, end),
-        )
+        outputs = [self.new(aval) for aval in types]
+        carries = tuple(map(Carry, inits, inside, nexts, outputs))
         index = self.new(jax.typeof(np.int32(0)))
         loop = Loop(
             self.serial(), 0, index, carries, tuple(body), scope, "", self.guards, condition
         )
         self.steps.append(loop)
-        return outputs
+        return outputs[:-2]
+
+    def _any(self, flags: Operand, scope: Scope) -> Operand:
+        """Whether one of the flags is true: under `vmap` a condition has one per element."""
+        return self.emit(jnp.any, [flags], scope)[0] if self.aval(flags).ndim else flags
 
     def _inline_cond(self, eqn: Any, inputs: list[Operand], scope: Scope) -> Sequence[Operand]:
         index, *operands = inputs
@@ -344,6 +351,12 @@ def read_slot(stack: jax.Array, index: jax.Array) -> jax.Array:
     starts = (index, *(np.int32(0),) * (stack.ndim - 1))
     piece = lax.dynamic_slice_p.bind(stack, *starts, slice_sizes=(1, *stack.shape[1:]))
     return lax.squeeze(piece, (0,))
+
+
+def _where(flags: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
+    """Chooses by the leading dims."""
+    mask = lax.broadcast_in_dim(flags, new.shape, tuple(range(flags.ndim)))
+    return lax.select(mask, new, old)
 
 
 def write_slot(stack: jax.Array, value: jax.Array, index: jax.Array) -> jax.Array:

@@ -151,6 +151,8 @@ def _arguments(report: "ProgramReport") -> Table:
 
 
 def _loop_title(loop: "LoopReport") -> str:
+    if loop.length == 0:
+        return f"While loop: {', '.join(_named(loop))}"
     kind = "sequential loop" if loop.simulation is None else "microbatch loop"
     return f"Schedule of a {kind}: {loop.length} x {', '.join(_named(loop))}"
 
@@ -182,6 +184,11 @@ def _by_rank(counts: Sequence[int]) -> str:
 
 
 def _drawing(loop: "LoopReport", width: int, *, color: bool) -> str:
+    if loop.length == 0:
+        return (
+            "The host reads the condition before each iteration; every number above counts one "
+            "iteration."
+        )
     if loop.simulation is None:
         return "one iteration after the other"
     if loop.simulation.schedule.num_microbatches > MAX_DRAWN_MICROBATCHES:

@@ -18,6 +18,7 @@ from multimesh._src.partition.assign.cloned import cost_of
 from multimesh._src.partition.pipeline import Partitioned
 from multimesh._src.report import explain
 from multimesh._src.report.labels import Units, find_units
+from multimesh._src.report.opened import open_loops
 from multimesh._src.report.traffic import Reshard, find_reshards, num_bytes, type_text
 from multimesh._src.runtime.buffers import plan_buffers
 from multimesh._src.schedule.simulate import Simulation
@@ -112,6 +113,8 @@ class SubmeshReport:
 class LoopReport:
     """One loop: its tasks, and for a microbatch loop the simulation of its schedule.
 
+    The `length` of a `while` is 0: nobody knows it.
+
     `whole` names backward tasks that the schedule would run in halves, but that cannot be split.
     """
 
@@ -149,7 +152,7 @@ class ProgramReport:
 
 def make_report(traced: TracedFunction, partitioned: Partitioned) -> ProgramReport:
     """Reports what partitioning made of a function."""
-    program, plan = partitioned.program, partitioned.plan
+    program, plan = partitioned.program, open_loops(partitioned.plan)
     units = find_units(program.tasks, plan)
     tasks = _tasks(plan, units)
     arguments = _arguments(traced, program, plan, tasks)
