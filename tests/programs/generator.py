@@ -139,7 +139,39 @@ def make_step(spec: Spec, around: Surroundings) -> Callable[[Tree, Tree], tuple[
 def _model(spec: Spec, around: Surroundings, params: Tree, batch: Tree, key: Array) -> Array:
     x = _constrained(spec, around, batch["x"], P("data", None))
     outputs: list[Array] = []
-    for index, layer in enumerate(spec.layers):
+    first, end, stride = spec.branch
+
+    def run(numbers: range, x: Array, outputs: list[Array]) -> Array:
+        return _layers(spec, around, params, batch, key, numbers, x, outputs)
+
+    if end > first:
+        x = run(range(first), x, outputs)
+        others = range(first, end, stride) if stride else range(0)
+        x = jax.lax.cond(
+            batch["tokens"][0] % 2 == 0,
+            lambda x: run(range(first, end), x, list(outputs)),
+            lambda x: run(others, x, list(outputs)),
+            x,
+        )
+        outputs += [x] * (end - first)
+    x = run(range(end, len(spec.layers)), x, outputs)
+    return _constrained(spec, around, x, P("data", None))
+
+
+def _layers(
+    spec: Spec,
+    around: Surroundings,
+    params: Tree,
+    batch: Tree,
+    key: Array,
+    numbers: range,
+    x: Array,
+    outputs: list[Array],
+) -> Array:
+    """Runs some layers in turn and adds what they give to `outputs`."""
+    for index in numbers:
+        layer = spec.layers[index]
+        outputs += [x] * (index - len(outputs))  # what this branch leaves out
         inputs = Inputs(
             tokens=batch["tokens"],
             key=jax.random.fold_in(key, index),
@@ -159,7 +191,7 @@ def _model(spec: Spec, around: Surroundings, params: Tree, batch: Tree, key: Arr
             if layer.skip >= 0:
                 x = x + 0.5 * outputs[layer.skip]
         outputs.append(x)
-    return _constrained(spec, around, x, P("data", None))
+    return x
 
 
 def _owner(spec: Spec, index: int) -> int:

@@ -69,6 +69,9 @@ class Spec:
     num_steps: int = 1
     dtype: str = "float32"
     data_seed: int = 0
+    # Layers `first` to `end` run where the first token is even, else every `stride`-th of them
+    # (0: none): (first, end, stride), drawn last so that older seeds stay what they are.
+    branch: tuple[int, int, int] = (0, 0, 0)
 
     @property
     def submeshes(self) -> tuple[tuple[int, int], ...]:
@@ -97,7 +100,7 @@ def draw_spec(source: Source) -> Spec:
         num_submeshes = len(unlike)
     forward_only = source.integer(0, 5) == 5
     num_microbatches = 0 if forward_only else source.choice((0, 1, 2, 3, 4, 6, 8))
-    return Spec(
+    spec = Spec(
         layers=_draw_layers(source, num_submeshes, pipelined=num_microbatches > 0),
         sliced=sliced,
         unlike=unlike,
@@ -115,6 +118,11 @@ def draw_spec(source: Source) -> Spec:
         dtype=source.choice(("float32", "float32", "bfloat16")),
         data_seed=source.integer(0, 1000),
     )
+    if source.integer(0, 3) < 3:
+        return spec
+    first = source.integer(0, len(spec.layers) - 1)
+    end = source.integer(first + 1, len(spec.layers))
+    return replace(spec, branch=(first, end, source.choice((0, 1, 2))))
 
 
 def _draw_layers(source: Source, num_submeshes: int, pipelined: bool) -> tuple[Layer, ...]:
@@ -147,7 +155,9 @@ def simpler(spec: Spec) -> Iterator[Spec]:
     """Yields programs that are one step simpler than `spec`, the boldest first."""
     for index in range(len(spec.layers)):
         if len(spec.layers) > 1:
-            yield replace(spec, layers=_without(spec.layers, index))
+            first, end, stride = spec.branch
+            branch = first - (index < first), end - (index < end), stride
+            yield replace(spec, layers=_without(spec.layers, index), branch=branch)
     plain = Spec(layers=(), sliced=None, unlike=None)
     keep = ("layers", "sliced", "unlike")
     for field in dataclasses.fields(Spec):

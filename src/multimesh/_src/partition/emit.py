@@ -316,8 +316,9 @@ def _made_by(event: AnyEvent) -> tuple[Instance, ...]:
 
 
 def _name(event: HostLoopEvent) -> str:
-    """How reports and errors call a `while`: by its first and last task."""
-    names = list(dict.fromkeys(task.name for task in all_tasks(event.loop.tasks)))
+    """How reports and errors call a `while`: by its first and last task that has a scope."""
+    tasks = list(all_tasks(event.loop.tasks))
+    names = list(dict.fromkeys(t.name for t in tasks if t.name != "main")) or ["main"]
     return f"while `{names[0]}` .. `{names[-1]}`" if len(names) > 1 else f"while `{names[0]}`"
 
 

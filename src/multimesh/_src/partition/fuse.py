@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 
 from jax.sharding import PartitionSpec
 
-from multimesh._src.ir.plan import Copy, Executable, Plan, Run, Slot, Step
+from multimesh._src.ir.plan import Copy, Executable, HostLoop, Plan, Run, Slot, Step
 from multimesh._src.jax_compat import jaxprs
 
 Wiring: TypeAlias = tuple[tuple[int, ...], ...]
@@ -29,6 +29,10 @@ def fuse_runs(plan: Plan) -> Plan:
     steps: list[Step] = []
     for chunk in _chunks(plan.steps):
         steps += fuser.fuse(chunk)
+    steps = [
+        replace(step, plan=fuse_runs(step.plan)) if isinstance(step, HostLoop) else step
+        for step in steps
+    ]
     return replace(plan, steps=tuple(steps), executables=tuple(fuser.executables))
 
 
