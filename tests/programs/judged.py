@@ -1,6 +1,6 @@
 """Judges a small hand-written program by R1, gradients and several steps included.
 
-    judge_steps(pipeline(2), step, params, batch)      # params, other = step(params, batch)
+judge_steps(pipeline(2), step, params, batch)      # params, other = step(params, batch)
 """
 
 from collections.abc import Callable
@@ -11,12 +11,32 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from multimesh._src.frontend.microbatching import microbatch
 from multimesh._src.frontend.multi_mesh import MultiMesh
 from multimesh._src.runtime import counters
 from multimesh._src.staging.mjit import mjit
 from tests.oracle import Oracle, compare
+from tests.programs.plainly import sgd
 
 Tree = Any
+
+
+def train(loss: Callable[[Tree, Tree], Any], size: int = 2, **options: Any) -> Callable[..., Any]:
+    """A step of gradient descent, in microbatches of `size` rows; 0 takes the batch at once."""
+
+    def step(params: Tree, batch: Tree) -> tuple[Tree, Any]:
+        grad = jax.value_and_grad(loss)
+        if size:
+            grad = microbatch(grad, 0, size, argnum=1, **options)
+        value, grads = grad(params, batch)
+        return sgd(params, grads), value
+
+    return step
+
+
+def loss_of(model: Callable[[Tree, Any], Any]) -> Callable[[Tree, Tree], Any]:
+    """The mean square error of a model."""
+    return lambda params, batch: jnp.mean((model(params, batch[0]) - batch[1]) ** 2)
 
 
 def judge(multi: MultiMesh, function: Callable[..., Tree], *args: Tree, **options: Any) -> Any:

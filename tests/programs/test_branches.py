@@ -11,22 +11,11 @@ from multimesh._src.frontend.microbatching import microbatch
 from multimesh._src.frontend.multi_mesh import MultiMesh
 from multimesh._src.frontend.tasks import Task
 from multimesh._src.staging.mjit import mjit
-from tests.programs.judged import judge, judge_steps
+from tests.programs.judged import judge, judge_steps, train
 from tests.programs.plainly import layer, mlp, normal, pipeline, sgd, square_loss, weights
 
 X, Y = normal(8, 4, seed=10), normal(8, 4, seed=11)
 FLAGS = np.array([1, 1, 0, 0, 1, 1, 0, 0], bool)
-
-
-def train(loss, size=2, **options):
-    def step(params, batch):
-        grad = jax.value_and_grad(loss)
-        if size:
-            grad = microbatch(grad, 0, size, argnum=1, **options)
-        value, grads = grad(params, batch)
-        return sgd(params, grads), value
-
-    return step
 
 
 def deep_or_shallow(params, x, flag):
@@ -121,7 +110,9 @@ def test_skipped_layers():
         x = lax.cond(keep[0], pair, lambda x: x, x)
         for index in (2, 3):
             with layer(index):
-                x = lax.cond(keep[index], lambda x, w: jnp.tanh(x @ w), lambda x, w: x, x, params[index])
+                x = lax.cond(
+                    keep[index], lambda x, w: jnp.tanh(x @ w), lambda x, w: x, x, params[index]
+                )
         return jnp.mean((x - y) ** 2)
 
     def step(state, batch):

@@ -5,10 +5,10 @@ Inner jits are inlined and every equation carries its whole scope. Loops whose b
 loop has no list of constants. What `lax.scan` calls `xs` and `ys` is written out: a slice at the
 loop index, and a carried stack that is written at the loop index.
 
-The branches of a conditional that has to be cut stand one after the other, every step in them under
-a *guard*; behind them, each result is *chosen* from what the branches give for it. Until
-`partition.branches` makes conditionals of them again, a variable made under a guard has a value only
-where that guard holds.
+The branches of a conditional that has to be cut stand one after the other, every step in them
+under a *guard*; behind them, each result is *chosen* from what the branches give for it. Until
+`partition.branches` makes conditionals of them again, a variable made under a guard has a value
+only where that guard holds.
 """
 
 from collections.abc import Iterable, Iterator, Mapping

@@ -74,8 +74,8 @@ def _free(steps: tuple[Step, ...], cloned: Cloned, bound: set[Var]) -> tuple[Ste
         if isinstance(step, Loop):
             step = replace(step, body=_free(step.body, cloned, bound))
         elif step.serial in cloned.floating and not step.chooses and cost_of(step.eqn) <= 1:
-            if bound.isdisjoint(v for v in step.inputs if not isinstance(v, Lit)):
-                step = replace(step, guards=())
+            reads = {v for v in step.inputs if not isinstance(v, Lit)}
+            step = replace(step, guards=()) if reads.isdisjoint(bound) else step
         if step.guards:
             bound.update(step.outputs)
         done.append(step)
@@ -276,8 +276,10 @@ class _Joiner:
         for equation in equations:
             add(equation)
         for operand in wanted:
-            if not isinstance(operand, Lit) and operand not in made and self._is_bound(
-                operand, depth
+            if (
+                not isinstance(operand, Lit)
+                and operand not in made
+                and self._is_bound(operand, depth)
             ):
                 add(self.flow.maker[operand])
         return ordered

@@ -19,9 +19,7 @@ CarryKind: TypeAlias = Literal["accumulated", "written", "last", "state"]
 _COMMUTATIVE = frozenset(("add", "add_any", "mul", "max", "min", "and", "or", "xor"))
 
 
-def classify_all(
-    steps: tuple[Step, ...], place: Mapping[int, int]
-) -> dict[Var, CarryKind]:
+def classify_all(steps: tuple[Step, ...], place: Mapping[int, int]) -> dict[Var, CarryKind]:
     """Gives the kind of every carry of the loops among `steps`, at any depth."""
     kinds: dict[Var, CarryKind] = {}
     for step in steps:
@@ -57,7 +55,8 @@ def classify_carries(loop: Loop, place: Mapping[int, int]) -> dict[Var, CarryKin
 def _reads(loop: Loop, var: Var) -> bool:
     inits = any(carry.init == var for carry in loop.carries)
     return inits or any(
-        _reads(step, var) if isinstance(step, Loop) else var in step_inputs(step) for step in loop.body
+        _reads(step, var) if isinstance(step, Loop) else var in step_inputs(step)
+        for step in loop.body
     )
 
 

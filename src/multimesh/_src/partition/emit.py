@@ -34,7 +34,14 @@ from multimesh._src.ir.plan import (
 )
 from multimesh._src.ir.program import EVERYWHERE, Program, all_tasks
 from multimesh._src.partition.batches import Batch
-from multimesh._src.partition.events import AnyEvent, Event, HostLoopEvent, Instance, Item, LoopIndex
+from multimesh._src.partition.events import (
+    AnyEvent,
+    Event,
+    HostLoopEvent,
+    Instance,
+    Item,
+    LoopIndex,
+)
 from multimesh._src.partition.layouts import fit_spec
 
 Place: TypeAlias = tuple[int, PartitionSpec]
@@ -52,7 +59,7 @@ class ArgumentInfo:
 
 @dataclass(slots=True)
 class _Outside:
-    """Of the body of a loop: the values that are its own, and inputs for all others that it reads."""
+    """Of the body of a loop: the values that are its own, and inputs for all others it reads."""
 
     own: set[Any]
     inputs: dict[tuple[Instance, Place], Slot] = field(default_factory=dict)
@@ -252,7 +259,7 @@ class Emitter:
     def _carry_place(
         self, inside: Instance, next_: Item, init: Item, event: HostLoopEvent
     ) -> Place:
-        """A carry lives where its next value is made, else where it is read, else where it began."""
+        """A carry lives where its next value is made, else where it is read, else where it was."""
         homes = self.program.home
         home = homes.get(next_.var) if isinstance(next_, Instance) else None
         if home is None:

@@ -9,9 +9,9 @@ Inner jits and custom derivatives are always inlined, and so is a remat region i
 remat region that recomputes is cut when it touches several submeshes (R20), and so is a scan (R11);
 otherwise both stay one equation, unless tasks are never to be fused: then a scan of several tasks
 is cut too. A scan over layers (`scanned=True`) is written out, layer by layer. A conditional that
-touches several submeshes, or none that is known yet, is opened: its branches stand under guards, and
-`partition.branches` makes one conditional per submesh of them (R12). A `while` that touches several
-submeshes becomes a loop that carries its own condition:
+touches several submeshes, or none that is known yet, is opened: its branches stand under guards,
+and `partition.branches` makes one conditional per submesh of them (R12). A `while` that touches
+several submeshes becomes a loop that carries its own condition:
 
     while test(c): c = body(c)                 ->         loop while p, p = test c0, c = c0:
                                                             c' = body c ; p' = test c'
@@ -234,9 +234,7 @@ class Builder:
         )
         own = scope_of_equation(eqn).markers
         marker = next((m for m in own if microbatch_marker(m) is not None), "")
-        loop = Loop(
-            self.serial(), length, index, carries, tuple(body), scope, marker, self.guards
-        )
+        loop = Loop(self.serial(), length, index, carries, tuple(body), scope, marker, self.guards)
         self.steps.append(loop)
         return outputs
 

@@ -17,9 +17,9 @@ from multimesh._src.partition.assign.places import assign_places
 from multimesh._src.partition.assign.saved import use_saved
 from multimesh._src.partition.assign.sums import regroup_sums
 from multimesh._src.partition.backward import Numbers
+from multimesh._src.partition.batches import Batch, store_microbatch_major
 from multimesh._src.partition.branches import join_branches
 from multimesh._src.partition.carries import CarryKind, classify_all
-from multimesh._src.partition.batches import Batch, store_microbatch_major
 from multimesh._src.partition.choices import read_own_options
 from multimesh._src.partition.dedupe import deduplicate
 from multimesh._src.partition.emit import emit

@@ -55,7 +55,9 @@ class _Opener:
         for step in plan.steps:
             match step:
                 case Copy():
-                    self.steps.append(replace(step, sources=all_of(step.sources), targets=all_of(step.targets)))
+                    self.steps.append(
+                        replace(step, sources=all_of(step.sources), targets=all_of(step.targets))
+                    )
                 case Run():
                     self.steps.append(
                         replace(

@@ -108,7 +108,7 @@ def _readers(
             name = units.label_of(number)
             for slot in step.inputs:
                 readers[slot] = {name: None} | readers[slot]
-        else:
+        elif isinstance(step, Copy):
             for source, target in zip(step.sources, step.targets, strict=True):
                 readers[source] = readers[target] | readers[source]
     return defaultdict(tuple, {slot: tuple(names) for slot, names in readers.items()})

@@ -19,9 +19,9 @@ where they are, and all slots of one argument.
 Where donation is right for most runs of an executable but not for some (an accumulator that starts
 from an array of the caller), these runs get a private copy of the argument; where it is right for
 half of them or fewer, it is given up. Private copies also keep results apart that would share a
-buffer with a constant, an undonated argument or another result. A host loop owns the carried arrays
-that its plan may write over: they die there, or it gets private copies. An argument that the plan returns
-as it is stays the caller's own array.
+buffer with a constant, an undonated argument or another result, and they are what a host loop gets
+that may write over what it carries, unless that dies there. An argument that the plan returns as it
+is stays the caller's own array.
 """
 
 from collections import Counter, defaultdict

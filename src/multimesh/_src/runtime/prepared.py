@@ -1,8 +1,8 @@
 """A plan made ready to run: programs compiled, copies prepared, constants placed, loops included.
 
-    plan                                       prepared
-    run  test  (s0) -> s1                      program `test`
-    loop while (s1 s0) -> s2 s3          ->    a loop on the host, of the prepared plan of its body
+plan                                       prepared
+run  test  (s0) -> s1                      program `test`
+loop while (s1 s0) -> s2 s3          ->    a loop on the host, of the prepared plan of its body
 """
 
 from collections.abc import Mapping, Sequence
