@@ -23,6 +23,7 @@ from multimesh._src.frontend.multi_mesh import MultiMesh, slice_global_mesh
 from multimesh._src.frontend.tasks import Task, TaskMesh
 from multimesh._src.staging.mjit import mjit
 from multimesh._src.staging.parallelize import parallelize
+from multimesh._src.staging.served import serve_jit
 
 __all__ = [
     "Context",
@@ -51,6 +52,8 @@ __all__ = [
     "tasks",
     "with_sharding_constraint",
 ]
+
+serve_jit()
 
 _NOT_CARRIED_OVER = {
     "shutdown": "there is no runtime of its own to shut down; drop the call",

@@ -15,12 +15,13 @@ from multimesh._src.frontend.arguments import (
 )
 from multimesh._src.frontend.multi_mesh import MultiMesh
 from multimesh._src.jax_compat import jit_hook
+from multimesh._src.jax_compat.jit_calls import NOT_SERVED
 from multimesh._src.staging.binding import make_binding
 from multimesh._src.staging.equations import Equations, constrained
 from multimesh._src.staging.maker import Maker
 from multimesh._src.staging.plain import together
 from multimesh._src.staging.staged import Lowered, Traced
-from multimesh._src.staging.variants import VariantCache
+from multimesh._src.staging.variants import Variant, VariantCache
 
 
 def mjit(
@@ -109,6 +110,27 @@ class MultiMeshFunction:
         """Runs the function; traces and compiles it when no variant fits."""
         if not jit_hook.at_top_level() or _jit_is_disabled():
             return self._call_within(args, kwargs)
+        variant, leaves = self._find(args, kwargs)
+        return jax.tree.unflatten(variant.out_tree, variant.run(leaves))
+
+    def call_unless_plain(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Runs the function like a call does; returns NOT_SERVED where it is plain JAX (R15)."""
+        if not jit_hook.at_top_level():
+            return self._call_within(args, kwargs)
+        variant, leaves = self._find(args, kwargs)
+        if variant.one_device_set:
+            return NOT_SERVED
+        return jax.tree.unflatten(variant.out_tree, variant.run(leaves))
+
+    def trace_unless_plain(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Traces the function like `trace` does; returns NOT_SERVED where it is plain JAX."""
+        traced = self._maker.trace_unless_plain(self._maker.call(args, kwargs))
+        return NOT_SERVED if traced is None else traced
+
+    def _find(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[Variant, Sequence[Any]]:
+        """Finds or makes the variant of a call, and flattens its arguments."""
         statics = NO_STATICS
         given = args, kwargs
         if self._spec.has_statics:
@@ -118,7 +140,7 @@ class MultiMeshFunction:
         variant = self._cache.find(
             key, leaves, lambda: self._maker.variant(self._maker.call(*given))
         )
-        return jax.tree.unflatten(variant.out_tree, variant.run(leaves))
+        return variant, leaves
 
     def _call_within(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Calls the function inside a transformation or a trace, or with jit disabled."""
