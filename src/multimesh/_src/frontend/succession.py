@@ -14,7 +14,7 @@ ones first among equals), and an output leaf succeeds at most one argument leaf.
 is not donated has a successor only if it has two or more leaves: a lone array of the right shape
 is too likely to be something else.
 
-    optimizer.init(params) -> (count, mu, nu)      mu succeeds params; nu, zeros too, is its *sibling*
+    init(params) -> (count, mu, nu)      mu succeeds params; nu, zeros too, is a *sibling*
 
 Results that are made of no argument would lie anywhere; where a whole subtree of them is like an
 argument, it goes where that one lies (`siblings`).
