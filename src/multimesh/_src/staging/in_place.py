@@ -15,10 +15,10 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-from multimesh._src import config
 from multimesh._src.errors import TraceError, message
-from multimesh._src.frontend.arguments import argument_spec, function_name
-from multimesh._src.frontend.tracing import plain_aval
+from multimesh._src.frontend.arguments import NO_STATICS, argument_spec, function_name
+from multimesh._src.frontend.contexts import active_contexts
+from multimesh._src.frontend.tracing import plain_aval, trace_plainly, without_mesh
 from multimesh._src.staging.binding import make_binding
 from multimesh._src.staging.maker import Maker
 from multimesh._src.staging.mjit import MultiMeshFunction
@@ -64,8 +64,9 @@ def init(fun: Callable[..., Any], *, like: Any, argnum: int | None = None) -> Ca
 
 def shapes_of(fun: Callable[..., Any], args: Sequence[Any] = (), kwargs: Any = None) -> Any:
     """Returns shapes and dtypes of the results of `fun`, as a pytree; nothing runs."""
-    with config.ignore_transforms():
-        return jax.eval_shape(fun, *args, **(kwargs or {}))
+    mesh = active_contexts().global_mesh
+    plain = trace_plainly(fun, args, kwargs or {}, NO_STATICS, mesh)
+    return jax.tree.unflatten(plain.out_tree, map(without_mesh, plain.jaxpr.out_avals))
 
 
 def in_place(make: Callable[..., Any], shapes: Any, places: Any) -> MultiMeshFunction:
