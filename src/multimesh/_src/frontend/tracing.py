@@ -11,6 +11,7 @@ types too (R17), and sharding constraints are taken over (`logical.redirect_cons
 """
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -137,6 +138,10 @@ def trace_plainly(
         return fun(*joined, **kwargs, **dict(statics.kwargs))
 
     traced.__name__ = traced.__qualname__ = name
+    # JAX's errors name the user's function, its file and line, and its arguments.
+    traced.__wrapped__ = fun
+    if statics != arguments_lib.NO_STATICS:
+        traced.__signature__ = inspect.signature(lambda *args, **kwargs: None)
     plain_args, plain_kwargs = jax.tree.map(plain_aval, (tuple(args), dict(kwargs)))
     with our_tracing():
         result = jax.jit(traced).trace(*plain_args, **plain_kwargs)

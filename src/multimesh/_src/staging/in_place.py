@@ -16,7 +16,12 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from multimesh._src.errors import TraceError, message
-from multimesh._src.frontend.arguments import NO_STATICS, argument_spec, function_name
+from multimesh._src.frontend.arguments import (
+    NO_STATICS,
+    argument_spec,
+    check_callable,
+    function_name,
+)
 from multimesh._src.frontend.contexts import active_contexts
 from multimesh._src.frontend.tracing import plain_aval, trace_plainly, without_mesh
 from multimesh._src.staging.binding import make_binding
@@ -43,6 +48,7 @@ def init(fun: Callable[..., Any], *, like: Any, argnum: int | None = None) -> Ca
     Raises:
         TraceError: `like` says nothing of places, or no argument of the step is like the results.
     """
+    check_callable(fun, "init")
     name, made = function_name(fun), {}
 
     @functools.wraps(fun)

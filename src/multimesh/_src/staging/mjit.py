@@ -10,10 +10,13 @@ from jax.sharding import Mesh
 from multimesh._src.frontend.arguments import (
     NO_STATICS,
     argument_spec,
+    check_callable,
     function_name,
+    named_arguments,
     split_statics,
 )
 from multimesh._src.frontend.multi_mesh import MultiMesh
+from multimesh._src.frontend.tracing import check_arguments
 from multimesh._src.jax_compat import jit_hook
 from multimesh._src.jax_compat.jit_calls import NOT_SERVED
 from multimesh._src.staging.binding import make_binding
@@ -82,6 +85,7 @@ def mjit(
             devices=devices,
             **options,
         )
+    check_callable(f, "mjit")
     binding = make_binding(function_name(f), mesh, devices)
     named = {key: value for key, value in options.items() if key != "keep_unused"}
     spec = argument_spec(f, **named)
@@ -137,9 +141,13 @@ class MultiMeshFunction:
             args, kwargs, statics = split_statics(self._spec, args, kwargs)
         leaves, tree = jax.tree.flatten((args, kwargs))
         key = (tree, statics, self._binding.key())
-        variant = self._cache.find(
-            key, leaves, lambda: self._maker.variant(self._maker.call(*given))
-        )
+        try:
+            variant = self._cache.find(
+                key, leaves, lambda: self._maker.variant(self._maker.call(*given))
+            )
+        except TypeError:
+            check_arguments(named_arguments(self._spec, args, kwargs, statics))
+            raise
         return variant, leaves
 
     def _call_within(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

@@ -9,6 +9,7 @@ from jax.sharding import Mesh
 
 from multimesh._src import config
 from multimesh._src.errors import TraceError, message
+from multimesh._src.frontend.arguments import check_callable
 from multimesh._src.frontend.contexts import active_contexts
 from multimesh._src.staging.in_place import in_place, maker, shapes_of
 from multimesh._src.staging.staged import Compiled
@@ -51,6 +52,7 @@ def parallelize(
         >>> float(model(init(), get_batch()))
         4.0
     """
+    check_callable(fun, "parallelize")
     _check_sources(init_params, get_input_batch, initial_batch)
     assert init_params is not None
     params = shapes_of(init_params)
@@ -71,6 +73,9 @@ def _check_sources(init_params: Any, get_input_batch: Any, initial_batch: Any) -
                 ways=("give `init_params=`, a function without arguments.",),
             )
         )
+    check_callable(init_params, "parallelize(init_params=)")
+    if get_input_batch is not None:
+        check_callable(get_input_batch, "parallelize(get_input_batch=)")
     if (get_input_batch is None) == (initial_batch is None):
         given = "neither" if get_input_batch is None else "both"
         raise TraceError(

@@ -12,6 +12,7 @@ JAX's own functions whose arguments lie together.
 import threading
 import weakref
 from collections.abc import Callable, Mapping
+from types import FunctionType
 from typing import Any
 
 import jax
@@ -98,7 +99,17 @@ def _weakly(fun: Callable[..., Any]) -> Callable[..., Any]:
         return alive(*args, **kwargs)
 
     call.__name__ = call.__qualname__ = function_name(fun)
+    if isinstance(fun, FunctionType):
+        call.__wrapped__ = _shadow(fun)
     return call
+
+
+def _shadow(fun: FunctionType) -> FunctionType:
+    """A function of the same name, file, line and parameters that holds nothing.
+
+    JAX reads these in its errors.
+    """
+    return FunctionType(fun.__code__.replace(co_freevars=()), {}, fun.__name__)
 
 
 def _served(
