@@ -38,7 +38,7 @@ def init(fun: Callable[..., Any], *, like: Any, argnum: int | None = None) -> Ca
     Args:
         fun: Makes arrays: parameters, or a whole training state.
         like: A compiled step, `mjit(step).lower(...).compile()`; or a pytree like the results of
-            `fun`, of arrays, `jax.ShapeDtypeStruct`s or shardings, which says where each lies.
+            `fun`, of arrays, `jax.ShapeDtypeStruct` or shardings, which says where each lies.
         argnum: Which argument of the compiled step the results are. Default: the first that has
             their tree, shapes and dtypes.
 
