@@ -74,6 +74,7 @@ def message(
         ways: What to do about it, one sentence each; numbered when there are several.
     """
     parts = [what]
+    ways = [way if way.endswith(".") else f"{way}." for way in ways]
     if where:
         parts.append(f"  at {where}")
     if window:

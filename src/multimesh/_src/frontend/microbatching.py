@@ -22,9 +22,11 @@ import jax.numpy as jnp
 
 from multimesh._src.errors import MicrobatchError, message
 from multimesh._src.frontend import logical, reductions
+from multimesh._src.frontend.arguments import check_callable
 from multimesh._src.frontend.batches import check_dim, check_rows, to_microbatch_major
 from multimesh._src.frontend.markers import MicrobatchMarker, microbatch_scope
 from multimesh._src.jax_compat import jaxprs
+from multimesh._src.schedule.make import check_name
 
 
 def microbatch(
@@ -87,6 +89,9 @@ def microbatch(
         >>> float(total(2.0, jnp.arange(6.0)))
         30.0
     """
+    check_callable(fun, "microbatch")
+    if custom_schedule is None:
+        check_name(schedule)
     options = _Options(
         size=_size(size),
         argnums=_argnums(argnum),

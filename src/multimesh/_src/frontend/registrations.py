@@ -57,7 +57,14 @@ class Registration:
         """
         key = (text, backprop)
         if key not in self.answers:
-            answer = self.callback(text, backprop)
+            try:
+                answer = self.callback(text, backprop)
+            except Exception as error:
+                error.add_note(
+                    f"The callback of matcher `{self.matcher}` raised this for `{text}` "
+                    f"(backprop=`{backprop}`); it was registered at {self.where}."
+                )
+                raise
             if answer is not None and not isinstance(answer, Task):
                 raise MatchError(
                     message(

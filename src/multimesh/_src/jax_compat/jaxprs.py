@@ -74,6 +74,16 @@ def all_eqns(jaxpr: AnyJaxpr) -> Iterator[JaxprEqn]:
             yield from all_eqns(inner)
 
 
+def independent_results(jaxpr: AnyJaxpr) -> list[bool]:
+    """Returns for each result whether it is computed from no argument and no const."""
+    inner = open_jaxpr(jaxpr)
+    dependent = {*inner.constvars, *inner.invars}
+    for eqn in inner.eqns:
+        if any(not is_literal(atom) and atom in dependent for atom in eqn.invars):
+            dependent.update(eqn.outvars)
+    return [is_literal(atom) or atom not in dependent for atom in inner.outvars]
+
+
 class ScanParts(NamedTuple):
     """A scan as (consts, carry, xs) -> (carry, ys). `jaxpr` takes one slice of each of `xs`."""
 

@@ -67,6 +67,7 @@ class Maker:
         binding: Where it takes its contexts from.
         always_ours: Whether even a program that says nothing of places is cut by us.
         by_results: Whether the results alone say where it runs (`staging.initial`).
+        is_served: Whether it serves a plain `jax.jit` function, which may well match no task.
     """
 
     fun: Callable[..., Any]
@@ -77,6 +78,7 @@ class Maker:
     binding: Binding
     always_ours: bool = False
     by_results: bool = False
+    is_served: bool = False
     _plain: dict[Hashable, Any] = field(default_factory=dict)
 
     def call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
@@ -103,6 +105,13 @@ class Maker:
     def trace(self, call: Call) -> Traced:
         """Traces the function for a call."""
         traced, types = self._trace(call)
+        return Traced(traced, types, lambda: self._lower_or_plain(traced, types, call))
+
+    def trace_unless_plain(self, call: Call) -> Traced | None:
+        """Traces the function for a call; returns None where it is plain JAX (R15)."""
+        traced, types = self._trace(call)
+        if self._is_plain(traced, findings(traced), call):
+            return None
         return Traced(traced, types, lambda: self._lower_or_plain(traced, types, call))
 
     def plain_jit(self, contexts: ActiveContexts) -> Any:
@@ -157,7 +166,7 @@ class Maker:
         plain = is_plain(traced, found, device_sets(call.leaves))
         matchers = registered(call.contexts.contexts)
         if (plain or self.always_ours) and not found.matched:
-            if matchers:
+            if matchers and (found.scheduled or not self.is_served):
                 text = no_match_warning(self.binding.name, matchers, found.scopes)
                 warnings.warn(text, stacklevel=_users_frame())
             elif found.scheduled:

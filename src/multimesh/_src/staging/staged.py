@@ -351,6 +351,11 @@ class Compiled:
         return self._lowered.schedule
 
     @property
+    def argument_shapes(self) -> tuple[Any, ...]:
+        """Shapes and dtypes of the positional arguments, each a pytree."""
+        return jax.tree.unflatten(self.in_tree, self._lowered._types.avals)[0]
+
+    @property
     def input_shardings(self) -> Any:
         """Where the arguments are taken, as the pytree (args, kwargs); None: not used."""
         return jax.tree.unflatten(self.in_tree, self._backend.input_shardings())
