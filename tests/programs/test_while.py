@@ -301,6 +301,16 @@ def test_donated_state_with_several_calls():
     judge_steps(pipeline(2), step, (weights(2), [X * 0, X * 0]), X)
 
 
+@pytest.mark.parametrize("limit", [0, 2])
+def test_a_donated_argument_comes_back_from_a_loop_that_does_not_run(limit):
+    with pipeline(2):
+        staged = mjit(repeated, donate_argnums=1)
+    ours, expected = jnp.array(X), jax.jit(repeated)(weights(2), X, limit)[1]
+    count, ours = staged(weights(2), jax.device_put(ours, jax.devices()[1]), limit)
+    np.testing.assert_allclose(ours, expected, rtol=1e-5, atol=1e-6)
+    assert int(count) == limit
+
+
 # --- what goes wrong -----------------------------------------------------------------------------
 
 

@@ -78,7 +78,8 @@ def plan_buffers(plan: Plan, shared: Sharing | None = None) -> BufferedPlan:
     plan = _copy_for_donation(plan, donations, allowed)
     lives = _lives(plan, shared)
     donations += ((),) * (len(plan.executables) - len(donations))
-    return BufferedPlan(plan, _frees(plan, lives), donations, _kept_inputs(plan, lives))
+    kept = _kept_inputs(plan, _lives(plan, shared, unrun=True))
+    return BufferedPlan(plan, _frees(plan, lives), donations, kept)
 
 
 # --- lives ---------------------------------------------------------------------------------------
@@ -92,14 +93,15 @@ class _Lives:
     foreign: frozenset[int]  # groups with a constant or an argument that was not donated
 
 
-def _lives(plan: Plan, shared: Sharing) -> _Lives:
+def _lives(plan: Plan, shared: Sharing, *, unrun: bool = False) -> _Lives:
+    """Finds the lives of all slots; `unrun` assumes that no host loop has an iteration."""
     last = [-1] * len(plan.slots)
     for index, step in enumerate(plan.steps):
         for slot in chain(reads(step), writes(step)):
             last[slot] = index
     for slot in plan.outputs:
         last[slot] = _NEVER
-    group = _alias_groups(plan, shared)
+    group = _alias_groups(plan, shared, unrun)
     group_last: dict[int, int] = defaultdict(lambda: -1)
     for slot, number in enumerate(group):
         group_last[number] = max(group_last[number], last[slot])
@@ -119,7 +121,7 @@ def writes(step: Step) -> tuple[Slot, ...]:
     return step.targets if isinstance(step, Copy) else step.outputs
 
 
-def _alias_groups(plan: Plan, shared: Sharing) -> tuple[int, ...]:
+def _alias_groups(plan: Plan, shared: Sharing, unrun: bool) -> tuple[int, ...]:
     parent = list(range(len(plan.slots)))
 
     def root(slot: Slot) -> Slot:
@@ -127,12 +129,12 @@ def _alias_groups(plan: Plan, shared: Sharing) -> tuple[int, ...]:
             parent[slot] = slot = parent[parent[slot]]
         return slot
 
-    for first, second in _sharing_slots(plan, shared):
+    for first, second in _sharing_slots(plan, shared, unrun):
         parent[root(second)] = root(first)
     return tuple(root(slot) for slot in range(len(plan.slots)))
 
 
-def _sharing_slots(plan: Plan, shared: Sharing) -> Iterator[tuple[Slot, Slot]]:
+def _sharing_slots(plan: Plan, shared: Sharing, unrun: bool) -> Iterator[tuple[Slot, Slot]]:
     """Yields pairs of slots that may share a buffer."""
     for entry in plan.inputs:
         yield from ((entry.slots[0], slot) for slot in entry.slots[1:])
@@ -141,7 +143,9 @@ def _sharing_slots(plan: Plan, shared: Sharing) -> Iterator[tuple[Slot, Slot]]:
             flags = zip(step.sources, step.targets, shared[step], strict=True)
             yield from ((source, target) for source, target, shares in flags if shares)
         elif isinstance(step, HostLoop):
-            # without an iteration the results are what went in; a carry may be passed on for ever
+            if unrun:  # the results are what went in
+                yield from zip(step.inputs, step.outputs, strict=False)
+            # a carry that no iteration makes may be passed on for ever
             kept = [k for k, entry in enumerate(step.plan.inputs) if not entry.donated]
             results = [slot for k, slot in enumerate(step.outputs) if k in kept]
             yield from ((step.inputs[k], slot) for slot in results for k in kept)
