@@ -1,5 +1,7 @@
 """A `while` over several submeshes (R12): a loop that the host drives."""
 
+import signal
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -312,6 +314,25 @@ def test_a_donated_argument_comes_back_from_a_loop_that_does_not_run(limit):
 
 
 # --- what goes wrong -----------------------------------------------------------------------------
+
+
+def test_an_endless_loop_is_interrupted_between_two_iterations():
+    def function(params, x, limit):
+        def body(carry):
+            with layer(0):
+                jax.debug.callback(
+                    lambda n: n == 3 and signal.raise_signal(signal.SIGINT), carry[0]
+                )
+            return carry[0] + 1, mlp(params, carry[1])
+
+        return lax.while_loop(lambda c: c[0] != limit, body, (0, x))
+
+    with pipeline(2):
+        step = mjit(function)
+    with pytest.raises(KeyboardInterrupt):
+        step(weights(2), X, -1)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert int(step(weights(2), X, 2)[0]) == 2
 
 
 def test_nan_in_an_iteration_names_the_task():

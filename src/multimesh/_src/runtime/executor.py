@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from operator import itemgetter
 from traceback import clear_frames
 from types import FrameType, TracebackType
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import jax
 import numpy as np
@@ -137,10 +137,12 @@ class HeldInterrupt:
     Does nothing outside the main thread, where Python delivers no signals.
     """
 
-    __slots__ = ("_frame", "_pending", "_previous")
+    __slots__ = ("_frame", "_outer", "_pending", "_previous")
+    _active: "ClassVar[HeldInterrupt | None]" = None
 
     def __init__(self) -> None:
         self._previous: Any = None
+        self._outer: HeldInterrupt | None = None
         self._pending = False
         self._frame: FrameType | None = None
 
@@ -150,6 +152,7 @@ class HeldInterrupt:
             previous = signal.getsignal(signal.SIGINT)
             if callable(previous):
                 self._previous = previous
+                self._outer, HeldInterrupt._active = HeldInterrupt._active, self
                 signal.signal(signal.SIGINT, self._hold)
 
     def _hold(self, number: int, frame: FrameType | None) -> None:
@@ -168,6 +171,18 @@ class HeldInterrupt:
         if self._previous is None:
             return
         signal.signal(signal.SIGINT, self._previous)
+        HeldInterrupt._active = self._outer
+        self._deliver()
+
+    def _deliver(self) -> None:
         if self._pending:
+            self._pending = False
             frame, self._frame = self._frame, None
             self._previous(signal.SIGINT, frame)
+
+    @staticmethod
+    def let_through() -> None:
+        """Delivers what is held: between the iterations of a loop that may never end."""
+        held = HeldInterrupt._active
+        if held is not None and threading.current_thread() is threading.main_thread():
+            held._deliver()

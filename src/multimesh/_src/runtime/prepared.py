@@ -15,6 +15,7 @@ from multimesh._src.runtime.buffers import BufferedPlan, plan_buffers
 from multimesh._src.runtime.compile import CompiledExecutable, compile_executables
 from multimesh._src.runtime.executor import (
     Call,
+    HeldInterrupt,
     PreparedStep,
     checked,
     needs_checks,
@@ -91,6 +92,7 @@ class _PreparedLoop:
         carried, fixed = list(values[: self._num_carried]), values[self._num_carried :]
         steps = self.body.checked_steps if needs_checks() else self.body.steps
         while bool(carried[self._condition]):
+            HeldInterrupt.let_through()
             slots = self.body.new_slots()
             for slot, value in zip(self._inputs, (*carried, *fixed), strict=True):
                 slots[slot] = value
