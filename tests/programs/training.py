@@ -25,11 +25,18 @@ Step: TypeAlias = Callable[[Tree, Tree], tuple[Tree, Tree]]
 
 
 def train(
-    multi: MultiMesh, step: Step, state: Tree, batches: Sequence[Tree], key: Any = None
+    multi: MultiMesh,
+    step: Step,
+    state: Tree,
+    batches: Sequence[Tree],
+    key: Any = None,
+    *,
+    ill_conditioned: bool = False,
 ) -> ProgramReport:
     """Runs `state, aux = step(state, batch)` on every batch and compares all results by R1.
 
     Programs of one `key` differ in schedules alone: they are compared with the same references.
+    With `ill_conditioned`, what the references themselves compute badly has to be as near too.
     """
     if key is None or key not in _known:
         found = _references(multi, step, state, batches)
@@ -37,7 +44,11 @@ def train(
     references, num_traces = _known[key]
     ours, program = _ours(multi, step, state, batches, num_traces)
     for results, others in zip(ours, references, strict=True):
-        compare(results, *others).check()
+        compared = compare(results, *others)
+        if not ill_conditioned:
+            compared.check()
+        wrong = [str(leaf) for leaf in compared.leaves if leaf.exceeds]
+        assert not wrong, "off by more than R1 allows:\n" + "\n".join(wrong)
     return program
 
 
