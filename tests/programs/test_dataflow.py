@@ -105,7 +105,7 @@ def test_dense_skips_from_every_stage_to_every_later_one():
     check_once(train(pipeline(4), step_of(loss, schedule="1f1b"), params, pairs()))
 
 
-# --- attention over another model ------------------------------------------------------------------
+# --- attention over another model -----------------------------------------------------------------
 
 
 def attend(q: Any, k: Any, v: Any) -> Any:
@@ -197,7 +197,7 @@ def test_towers_of_several_stages_run_beside_each_other(schedule):
     step = step_of(contrastive, schedule=schedule)
     program = train(pipeline(4), step, params, pairs(), key="contrastive")
     check_once(program)
-    assert {edge for edge in stage_edges(program)} == {
+    assert set(stage_edges(program)) == {
         (0, 1), (2, 3), (1, 3), (3, 1), (1, 0), (3, 2)
     }  # fmt: skip
     assert all(n <= MICROBATCHES for n in arrays(program).values())

@@ -16,9 +16,7 @@ from tests.programs.plainly import layer, normal, pipeline, sgd, square_loss
 from tests.programs.training import arrays, check_once, stage_edges, train
 
 WIDTH, ROWS, MICROBATCHES = 6, 2, 4
-BATCHES = [
-    (normal(8, WIDTH, seed=40 + k), normal(8, WIDTH, seed=50 + k)) for k in range(2)
-]
+BATCHES = [(normal(8, WIDTH, seed=40 + k), normal(8, WIDTH, seed=50 + k)) for k in range(2)]
 
 
 def matrices(number: int) -> list[Any]:
@@ -36,9 +34,7 @@ def step_of(trained: tuple[int, ...], schedule: Any) -> Any:
         grad = jax.value_and_grad(loss)
         grad = microbatch(grad, 0, ROWS, argnum=1, reduce="mean", schedule=schedule)
         value, grads = grad({index: params[index] for index in trained}, batch)
-        new = [
-            w - 0.1 * grads[index] if index in trained else w for index, w in enumerate(params)
-        ]
+        new = [w - 0.1 * grads[index] if index in trained else w for index, w in enumerate(params)]
         return new, value
 
     return step
@@ -66,7 +62,7 @@ def test_frozen_stages(trained, schedule):
     forward = [(0, 1), (1, 2)]
     backward = [(stage, stage - 1) for stage in range(first + 1, 3)]
     assert stage_edges(program) == sorted(forward + backward)
-    assert {n for n in arrays(program).values()} == {MICROBATCHES}
+    assert set(arrays(program).values()) == {MICROBATCHES}
 
 
 @pytest.mark.parametrize("schedule", ["interleaved-1f1b", "looped-bfs", "zb-v"])

@@ -26,9 +26,7 @@ pytestmark = [
 ]
 
 ROWS, MICROBATCHES, STEPS = 2, 2, 3
-BATCHES = [
-    (normal(4, WIDTH, seed=20 + k), normal(4, WIDTH, seed=30 + k)) for k in range(STEPS)
-]
+BATCHES = [(normal(4, WIDTH, seed=20 + k), normal(4, WIDTH, seed=30 + k)) for k in range(STEPS)]
 ACTIVATIONS = {
     (f"stage={a} -> stage={b}", f"float32[{ROWS},{WIDTH}]"): MICROBATCHES
     for a, b in ((0, 1), (1, 0))

@@ -12,7 +12,8 @@ estimation", Soviet Math. Doklady 11 (1970).
 
 from collections import deque
 
-SOURCE, SINK = 0, 1
+SOURCE: int = 0
+SINK: int = 1
 
 
 class FlowGraph:
