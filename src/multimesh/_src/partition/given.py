@@ -40,6 +40,15 @@ def wanted_submeshes(traced: TracedFunction, seeds: Seeds) -> dict[int, int]:
     }
 
 
+def succeeded_arguments(flat: FlatProgram, traced: TracedFunction) -> dict[int, Var]:
+    """The argument that each result, by position, takes the place of (R8)."""
+    return {
+        position: flat.arguments[result.successor_of]
+        for position, result in enumerate(traced.results)
+        if result.successor_of is not None
+    }
+
+
 def _submesh_of(sharding: Any, traced: TracedFunction) -> Mesh | None:
     mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
     return mesh if isinstance(mesh, Mesh) and not is_global(mesh, traced) else None

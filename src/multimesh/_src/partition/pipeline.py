@@ -13,7 +13,9 @@ from multimesh._src.ir.program import LoopNode, Program, ProgramStep, all_loops
 from multimesh._src.ir.submesh import Submesh
 from multimesh._src.partition import text
 from multimesh._src.partition.assign.cloned import Cloned, find_cloned
+from multimesh._src.partition.assign.glue import settle_glue
 from multimesh._src.partition.assign.places import assign_places
+from multimesh._src.partition.assign.prepared import clone_preparations
 from multimesh._src.partition.assign.saved import use_saved
 from multimesh._src.partition.assign.sums import regroup_sums
 from multimesh._src.partition.backward import Numbers
@@ -30,6 +32,7 @@ from multimesh._src.partition.given import (
     everywhere,
     given_layouts,
     placed_arguments,
+    succeeded_arguments,
     wanted_submeshes,
 )
 from multimesh._src.partition.homes import find_homes
@@ -153,14 +156,20 @@ def _place(driver: _Driver, flat: FlatProgram) -> _Placed:
     default = default_submesh(traced, seeds)
     arguments = placed_arguments(flat, traced, seeds)
     limit = settings.recompute_from_arguments_if_cost_less_than
+    limit = limit if settings.enable_recomputation else 0
     cloned = find_cloned(
         flat,
         fixed=frozenset(arguments),
-        max_cost=limit if settings.enable_recomputation else 0,
+        max_cost=limit,
         max_elements=settings.replicate_parameters_smaller_than_num_elements,
     )
     wanted = wanted_submeshes(traced, seeds)
-    place = assign_places(flat, cloned, seeded, arguments, wanted, default)
+    succeeded = succeeded_arguments(flat, traced)
+    place = assign_places(flat, cloned, seeded, arguments, wanted, succeeded, default)
+    # One by one, equations cannot see what a whole group of them would save elsewhere.
+    place = settle_glue(flat, cloned, seeded, place, arguments, wanted)
+    # Where what is made of a microbatch would cross, one stage would wait for another in vain.
+    cloned = clone_preparations(flat, cloned, seeded, place, limit)
     # Only now is it known which remat regions span submeshes and what crosses inside them.
     flat = prune(use_saved(flat, place))
     # Places come before sums are regrouped: only then is it known which sums cross submeshes.
