@@ -351,6 +351,11 @@ class Compiled:
         return self._lowered.schedule
 
     @property
+    def in_avals(self) -> Any:
+        """Types of the arguments, as the pytree (args, kwargs)."""
+        return jax.tree.unflatten(self.in_tree, self._lowered._types.avals)
+
+    @property
     def input_shardings(self) -> Any:
         """Where the arguments are taken, as the pytree (args, kwargs); None: not used."""
         return jax.tree.unflatten(self.in_tree, self._backend.input_shardings())
