@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import shutil
 import sys
 import threading
 from collections import Counter
@@ -296,6 +297,13 @@ def test_a_path_without_checkpoint(tmp_path, small):
         checkpoint.restore(tmp_path / "nothing", STATE)
     with pytest.raises(FileNotFoundError, match=r"holds checkpoints: `7`\.[^$]*restore one, `.*7`"):
         checkpoint.restore(small.parent, STATE)
+
+
+def test_a_checkpoint_that_is_not_complete(tmp_path, small):
+    half = tmp_path / "7.orbax-checkpoint-tmp"  # where Orbax writes until all is there
+    shutil.copytree(small, half)
+    with pytest.raises(errors.CheckpointError, match=r"7\.orbax.*` is not complete"):
+        checkpoint.restore(half, STATE)
 
 
 def test_a_checkpoint_with_several_items(tmp_path):

@@ -14,7 +14,7 @@ read, where Orbax casts dtypes silently and reports shapes one at a time from se
 
 import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -87,10 +87,20 @@ def restore(path: str | os.PathLike[str], like: Any, *, argnum: int | str = 0) -
         MissingCheckpointError: There is no checkpoint at `path`.
         CheckpointError: The tree, a shape or a dtype differs; `like` is not compiled.
         MissingPackageError: Orbax is not installed.
+
+    Example:
+        >>> import tempfile
+        >>> import jax.numpy as jnp
+        >>> path = tempfile.mkdtemp() + "/state"
+        >>> save(path, {"w": jnp.arange(3)})
+        >>> restore(path, {"w": jnp.zeros(3, int)})["w"].tolist()
+        [0, 1, 2]
     """
     orbax = _orbax()
     wanted, tree = wanted_leaves(like, argnum)
-    directory = _pytree_directory(_absolute(path))
+    checkpoint = _absolute(path)
+    directory = _pytree_directory(checkpoint)
+    _check_complete(checkpoint, orbax.utils.is_checkpoint_finalized)
     # Not a `Checkpointer`: that one warns about files that the items of a manager do not have.
     with contextlib.closing(orbax.StandardCheckpointHandler()) as handler:
         metadata = handler.metadata(directory).tree
@@ -152,6 +162,12 @@ def _pytree_directory(directory: Any) -> Any:
         what = f"the checkpoint at `{directory}` has several items: {shown}."
         raise CheckpointError(message(what, ways=(f"restore one, `{directory / items[0]}`.",)))
     return directory / items[0]
+
+
+def _check_complete(directory: Any, is_complete: Callable[[Any], bool]) -> None:
+    if not is_complete(directory):
+        what = f"the checkpoint at `{directory}` is not complete: its writer was interrupted"
+        raise CheckpointError(message(what + " or is still at work."))
 
 
 def _check_savable(state: Any) -> None:
