@@ -1,6 +1,7 @@
-"""What the examples share: tables of a program, and `--check` against plain `jax.jit`."""
+"""What the examples share: `--check` against plain `jax.jit`, `--checkpoint`, and tables."""
 
 import contextlib
+import signal
 import sys
 from pathlib import Path
 
@@ -9,6 +10,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from rich import box
 from rich.table import Table
+
+from multimesh.jax import checkpoint
 
 NUM_CHECKED_STEPS = 5
 
@@ -76,6 +79,54 @@ class Check:
             f"equal bit for bit, {self.num_unclear} are too ill-conditioned to judge); "
             f"largest later difference of a loss {self.largest_later:.2e}"
         )
+
+
+class Checkpoints:
+    """The newest states of a run in a directory; without a directory it does nothing.
+
+    Ctrl-C ends the run behind the step that is running, with a last checkpoint; a second Ctrl-C
+    ends it at once.
+    """
+
+    def __init__(self, directory, *, every=20):
+        self.manager = None
+        self.stopped = False
+        if directory:
+            import orbax.checkpoint as ocp
+
+            options = ocp.CheckpointManagerOptions(max_to_keep=2, save_interval_steps=every)
+            self.manager = ocp.CheckpointManager(Path(directory).absolute(), options=options)
+            self.args = ocp.args
+            self.previous = signal.signal(signal.SIGINT, self.stop)
+
+    def stop(self, *_):
+        self.stopped = True
+        signal.signal(signal.SIGINT, self.previous)
+
+    def latest(self, compiled, state):
+        """The number of steps taken so far and the state behind them, where `compiled` takes it."""
+        number = self.manager.latest_step() if self.manager else None
+        if number is None:
+            return 0, state
+        return number, checkpoint.restore(self.manager.directory / str(number), compiled)
+
+    def save(self, number, state, *, last=False):
+        """Saves the state behind step `number`, if it is time; returns whether to stop.
+
+        Writing goes on in the background, and the next step may take the state's memory.
+        """
+        if self.manager and number != self.manager.latest_step():
+            args = self.args.StandardSave(state)
+            self.manager.save(number, args=args, force=last or self.stopped)
+        return self.stopped
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        if self.manager:
+            signal.signal(signal.SIGINT, self.previous)
+            self.manager.close()  # when all is written
 
 
 def print_program(console, program):

@@ -351,9 +351,9 @@ class Compiled:
         return self._lowered.schedule
 
     @property
-    def argument_shapes(self) -> tuple[Any, ...]:
-        """Shapes and dtypes of the positional arguments, each a pytree."""
-        return jax.tree.unflatten(self.in_tree, self._lowered._types.avals)[0]
+    def in_avals(self) -> Any:
+        """Types of the arguments, as the pytree (args, kwargs)."""
+        return jax.tree.unflatten(self.in_tree, self._lowered._types.avals)
 
     @property
     def input_shardings(self) -> Any:
