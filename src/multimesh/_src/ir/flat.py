@@ -7,10 +7,11 @@ loop index, and a carried stack that is written at the loop index.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 from multimesh._src.ir.scope import Scope
+from multimesh._src.jax_compat.name_stack import source_line
 
 Var: TypeAlias = int
 
@@ -31,6 +32,8 @@ class Equation:
     """One JAX equation on our variables; the variables of `eqn` itself are ignored.
 
     `serial` is unique within the program and survives passes, so that analyses can name it.
+    `callers` are the calls and scans around it that were opened, the innermost first; `emitted`
+    says that a pass made the equation for the innermost of them.
     """
 
     serial: int
@@ -38,6 +41,15 @@ class Equation:
     inputs: tuple[Operand, ...]
     outputs: tuple[Var, ...]
     scope: Scope
+    callers: tuple[Any, ...] = field(default=(), repr=False)
+    emitted: bool = False
+
+    @property
+    def line(self) -> str:
+        """The user's `file:line`; in jits of JAX's own, whose equations have none, the caller's."""
+        known = self.callers if self.emitted else (self.eqn, *self.callers)
+        lines = (source_line(eqn) for eqn in known)
+        return next((line for line in lines if line), "")
 
     @property
     def primitive(self) -> str:

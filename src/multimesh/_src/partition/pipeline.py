@@ -1,6 +1,6 @@
 """The passes from a traced function to a plan, in order, on one page."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -61,12 +61,33 @@ class Partitioned:
 
     `schedules` has the simulation of each microbatch loop, by the index of its node; `whole` the
     names of its backward tasks that could not be split although the schedule runs halves (S3).
+    `origins` says where all of it comes from.
     """
 
     program: Program
     plan: Plan
     schedules: Mapping[int, Simulation]
     whole: Mapping[int, tuple[str, ...]]
+    origins: "Origins"
+
+
+@dataclass(frozen=True, slots=True)
+class Origins:
+    """What of the flat program became what, by the serials of its equations, for reports.
+
+    Attributes:
+        flat: The flat program, after every equation got its place.
+        place: The submesh of each equation.
+        match: The match of each seed.
+        task_of: The index of the task that an equation is in.
+        clones: The indices of the tasks that clone an equation.
+    """
+
+    flat: FlatProgram
+    place: Mapping[int, int]
+    match: Mapping[int, Match]
+    task_of: Mapping[int, int]
+    clones: Mapping[int, Sequence[int]]
 
 
 @paused_collector()
@@ -170,6 +191,7 @@ class _Cut:
     submeshes: tuple[Submesh, ...]
     steps: tuple[ProgramStep, ...]
     pipelines: Mapping[int, Pipeline]
+    origins: Origins
 
 
 def _cut(driver: _Driver, placed: _Placed) -> _Cut:
@@ -199,7 +221,8 @@ def _cut(driver: _Driver, placed: _Placed) -> _Cut:
         for loop in all_loops(steps)
         if loop.index in pipelines
     }
-    return _Cut(replace(flat, avals=avals), submeshes, steps, pipelines)
+    origins = Origins(flat, place, match, splitter.task_of, splitter.clones)
+    return _Cut(replace(flat, avals=avals), submeshes, steps, pipelines, origins)
 
 
 def _lay_out(driver: _Driver, placed: _Placed, cut: _Cut, batches: Mapping[int, Batch]) -> Program:
@@ -258,4 +281,4 @@ def _order(
         plan = fuse_runs(plan)
         driver.show("fuse", text.print_plan, plan)
     whole = {index: pipeline.whole for index, pipeline in pipelines.items() if pipeline.whole}
-    return Partitioned(program, plan, schedules, whole)
+    return Partitioned(program, plan, schedules, whole, cut.origins)

@@ -208,7 +208,7 @@ def _sum(
     for position, term in enumerate(terms[1:], 2):
         last = position == len(terms) and output is not None
         var = output if last and output is not None else context.new_var(_aval(like, context))
-        equation = Equation(context.serial(), like.eqn, (total, term), (var,), like.scope)
+        equation = replace(like, serial=context.serial(), inputs=(total, term), outputs=(var,))
         context.place[equation.serial] = place
         context.var_place[var] = place
         equations.append(equation)
@@ -287,7 +287,8 @@ def _zeros(like: Equation, place: int, zeros: list[Equation], context: _Context)
     eqn: Any = jaxprs.open_jaxpr(closed).eqns[0]
     var = context.new_var(aval)
     inputs = tuple(Lit(atom.val, atom.aval) for atom in eqn.invars)
-    equation = Equation(context.serial(), eqn, inputs, (var,), like.scope)
+    callers = (like.eqn, *like.callers)
+    equation = Equation(context.serial(), eqn, inputs, (var,), like.scope, callers, emitted=True)
     context.place[equation.serial] = place
     zeros.append(equation)
     return var
