@@ -78,7 +78,7 @@ def report_arguments(
             type=type_text(traced.arguments[entry.index].aval),
             bytes=num_bytes(traced.arguments[entry.index].aval),
             home=_home(program, plan, entry),
-            layout=_layout(plan.slots[entry.slots[0]].sharding.spec) if entry.slots else "",
+            layout=_layout_of(plan, entry),
             came=_came(traced, program, entry),
             moved=_moved(traced, plan, entry),
             microbatches=entry.microbatches,
@@ -111,6 +111,14 @@ def _came(traced: TracedFunction, program: Program, entry: Input) -> str:
     if placement is None:
         return ""
     return f"{_label(program, placement)}, {_layout(placement.spec)}"
+
+
+def _layout_of(plan: Plan, entry: Input) -> str:
+    """The layout of an argument; of a batch stored microbatch-major that of its rows."""
+    if not entry.slots:
+        return ""
+    spec = plan.slots[entry.slots[0]].sharding.spec
+    return _layout(PartitionSpec(*spec[1:]) if entry.microbatches else spec)
 
 
 def _layout(spec: PartitionSpec) -> str:
