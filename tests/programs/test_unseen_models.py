@@ -148,11 +148,14 @@ def test_a_u_net_explained(diffusion):
     moves = {
         (r.why, r.edge, r.made and r.made.scope.split("/")[-1]) for r in report.reshards if r.bytes
     }
-    skip = ("forward", "stage=0 -> stage=2", "down")
-    embedding = ("forward", "stage=0 -> stage=1", "time")
-    assert {skip, embedding, ("forward", "stage=0 -> stage=2", "time")} <= moves
+    skip = ("value", "stage=0 -> stage=2", "down")
+    embedding = ("value", "stage=0 -> stage=1", "time")
+    assert {skip, embedding, ("value", "stage=0 -> stage=2", "time")} <= moves
     assert ("argument", "stage=0 -> stage=2", None) in moves, "the noise is read by the loss too"
     assert "`batch['noise']` (stage=0 -> stage=2)" in " ".join(text.split())
+    sizes = {(r.why, r.edge): r.type for r in report.reshards if r.made and "UNet" in r.made.scope}
+    assert sizes["value", "stage=1 -> stage=2"] == "float32[4,4,4,8]", "sent before it is resized"
+    assert sizes["gradient", "stage=2 -> stage=0"], "of the skip, on no way round"
     assert report.idle == report.unused_axes == ()
     assert [r.matched for r in report.registrations] == [(name,) for name in U_NET_STAGES]
     lines = {line.rsplit(":", 1)[0] for code in report.code for line in code.lines}
@@ -240,8 +243,9 @@ def test_two_towers_explained(retrieval):
     assert {home for name, home in homes.items() if "'item" in name} == {"stage=1"}
     moved = [r for r in report.reshards if r.type == "float32[8,8]"]
     assert {(r.why, r.edge) for r in moved} == {
-        ("forward", "stage=0 -> stage=1"),
+        ("value", "stage=0 -> stage=1"),
         ("gradient", "stage=1 -> stage=0"),
     }, "one tower's vectors and their gradients cross, and no logits"
     assert "result[1]['hits'], result[1]['loss']" in " ".join(text.split()).replace("\n", " ")
+    assert len(moved) == 2, "the scaled vectors are not sent beside the vectors"
     assert report.loops == ()

@@ -67,7 +67,7 @@ Reshards: 196 B a call, the largest first
   value of               type          from -> to             copies  bytes
   ---------------------  ------------  ---------------------  ------  -----
   layer0_fwd             float32[2,4]  stage=0 -> stage=1          3   96 B
-      a forward value, made in `layer0` (small_step.py:31), read in `layer1` (small_step.py:31), by
+      a value, made in `layer0` (small_step.py:31), read in `layer1` (small_step.py:31), by
       layer1_fwd+layer1_bwd
   layer1_fwd+layer1_bwd  float32[2,4]  stage=1 -> stage=0          3   96 B
       a gradient, made in the backward of `layer1` (small_step.py:31), read in the backward of

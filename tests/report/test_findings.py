@@ -164,7 +164,7 @@ def test_why_values_move():
 
     report, _ = explained(pipeline(), jax.value_and_grad(loss))
     found = {(r.why, r.made.scope, r.used and r.used.scope) for r in report.reshards}
-    assert ("forward", "layer0", "layer1") in found
+    assert ("value", "layer0", "layer1") in found
     assert ("gradient", "layer1", "layer0") in found
     assert ("result", "", None) in found
     assert all(r.made.line.startswith(__file__) for r in report.reshards)

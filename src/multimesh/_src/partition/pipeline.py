@@ -13,6 +13,7 @@ from multimesh._src.ir.program import LoopNode, Program, ProgramStep, all_loops
 from multimesh._src.ir.submesh import Submesh
 from multimesh._src.partition import text
 from multimesh._src.partition.assign.cloned import Cloned, find_cloned
+from multimesh._src.partition.assign.late import move_to_readers
 from multimesh._src.partition.assign.places import assign_places
 from multimesh._src.partition.assign.saved import use_saved
 from multimesh._src.partition.assign.sums import regroup_sums
@@ -179,6 +180,8 @@ def _place(driver: _Driver, flat: FlatProgram) -> _Placed:
     flat = prune(use_saved(flat, place))
     # Places come before sums are regrouped: only then is it known which sums cross submeshes.
     flat, place = regroup_sums(flat, place, seeded, cloned)
+    # Only when all readers and sums are settled is it known what had better grow behind a copy.
+    place = move_to_readers(flat, place, seeded, cloned, seeds.submeshes)
     driver.show("assign", text.print_flat, flat, place)
     return _Placed(flat, place, match, cloned, arguments)
 

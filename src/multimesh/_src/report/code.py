@@ -88,11 +88,13 @@ def find_unmatched(
         label_of: Labels of the tasks by their indices.
     """
     found: dict[tuple[str, str], tuple[dict[str, None], dict[str, None]]] = {}
+    registered: dict[Scope, bool] = {}
     for equation in all_equations(origins.flat.steps):
-        serial = equation.serial
-        if serial in origins.match or matcher.registration_of(
-            equation.scope, iteration_of(equation.scope)
-        ):
+        serial, scope = equation.serial, equation.scope
+        if scope not in registered:
+            winner = matcher.registration_of(scope, iteration_of(scope))
+            registered[scope] = winner is not None
+        if serial in origins.match or registered[scope]:
             continue
         own = origins.task_of.get(serial)
         tasks = origins.clones.get(serial, ()) if own is None else (own,)

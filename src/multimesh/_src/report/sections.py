@@ -21,9 +21,10 @@ MAX_NAMES = 24
 _WHYS = {
     "argument": "an argument that lives elsewhere",
     "constant": "a closed-over array that lives elsewhere",
-    "forward": "a forward value",
+    "value": "a value",
     "gradient": "a gradient",
-    "saved": "a forward value for the backward",
+    "saved": "a value for the backward",
+    "carried": "what the loop carries or sums up",
     "result": "a result",
     "layout": "another layout on the same devices",
     "view": "a view",

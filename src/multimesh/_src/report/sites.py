@@ -63,6 +63,7 @@ class Sites:
     _readers: dict[Var, list[Equation]] = field(default_factory=dict)
     _carries: dict[Var, list[Carry]] = field(default_factory=dict)
     _made: dict[Var, Site | None] = field(default_factory=dict)
+    _used: dict[tuple[Var, int], Site | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._note(self.origins.flat.steps)
@@ -101,10 +102,16 @@ class Sites:
             var = after
         return None
 
+    def is_carried(self, var: Var) -> bool:
+        """Whether a loop makes a variable as what it carries to its next iteration."""
+        return any(var in (carry.next, carry.result) for carry in self._carries.get(var, ()))
+
     def used_at(self, var: Var, submesh: int) -> Site | None:
         """Where a variable is first read on a submesh; None where no equation reads it there."""
-        reader = self._reader(var, submesh, set())
-        return None if reader is None else site_of(reader)
+        if (var, submesh) not in self._used:
+            reader = self._reader(var, submesh, set())
+            self._used[var, submesh] = None if reader is None else site_of(reader)
+        return self._used[var, submesh]
 
     def _reader(self, var: Var, submesh: int, seen: set[Var]) -> Equation | None:
         if var in seen:

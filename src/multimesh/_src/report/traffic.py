@@ -5,7 +5,7 @@ Microbatches and copies to the same readers are summed up:
 run  layer1_fwd[0] -> s11                     value  layer1_fwd output 0
 copy stage=0 -> stage=1: s11 => s13           from   layer1_fwd  to  layer2_fwd, layer2_bwd
 run  layer2_fwd[0]  s13 ...             ->    edge   stage=0 -> stage=1
-(and so for microbatches 1, 2, 3)             copies 4, bytes 128, a forward value,
+(and so for microbatches 1, 2, 3)             copies 4, bytes 128, a value
                                               made in layer1 (model.py:9), read in layer2
 """
 
@@ -23,13 +23,14 @@ from multimesh._src.report.labels import Units
 from multimesh._src.report.sites import Site, Sites
 
 Why: TypeAlias = Literal[
-    "argument", "constant", "forward", "gradient", "saved", "result", "layout", "view"
+    "argument", "constant", "value", "gradient", "saved", "carried", "result", "layout", "view"
 ]
 """Why a value is copied:
 
 - `argument`, `constant`: it lives on another submesh than this reader.
-- `forward`, `gradient`: it is made on one submesh and read on another; in the backward pass.
+- `value`, `gradient`: it is made on one submesh and read on another; in the backward pass.
 - `saved`: it is made in the forward pass and read in a backward pass elsewhere.
+- `carried`: a loop carries it, as the sum of its iterations or to the next one.
 - `result`: it is wanted elsewhere as a result of the function.
 - `layout`: the same devices want it in another layout.
 - `view`: all of it lies there already; nothing is moved.
@@ -117,7 +118,8 @@ def find_reshards(
             )
             if sizes[where]:
                 same = info.sharding.device_set == goal.sharding.device_set
-                key = replace(key, why="layout" if same else _why(key))
+                carried = sites.is_carried(info.var)
+                key = replace(key, why="layout" if same else _why(key, carried=carried))
             total = found.setdefault(key, [0, 0])
             total[0] += 1
             total[1] += sizes[where]
@@ -127,14 +129,16 @@ def find_reshards(
     )
 
 
-def _why(reshard: Reshard) -> Why:
+def _why(reshard: Reshard, *, carried: bool) -> Why:
     if reshard.source in ("argument", "constant"):
         return "argument" if reshard.source == "argument" else "constant"
     if reshard.used is None:
         return "result"
     if reshard.made is not None and reshard.made.backward:
         return "gradient"
-    return "saved" if reshard.used.backward else "forward"
+    if carried:
+        return "carried"
+    return "saved" if reshard.used.backward else "value"
 
 
 def _origins(plan: Plan, units: Units) -> Iterator[tuple[Slot, _Origin]]:
