@@ -131,14 +131,22 @@ class Checkpoints:
 
 def print_program(console, program):
     """Prints what the step was cut into; `rich.print(program)` shows more."""
-    tasks = Table("task", "kind", "stage", "submesh", "runs a step", title="tasks", box=box.SIMPLE)
+    tasks = table("tasks", "task", "kind", "stage", "submesh", "runs a step")
     for task in program.tasks:
         stage = str(task.stage) if task.stage >= 0 else "-"
-        tasks.add_row(task.label, task.kind, stage, task.submesh, str(task.num_runs))
-    reshards = Table(
-        "value", "type", "edge", "copies a step", "bytes", title="reshards", box=box.SIMPLE
-    )
-    for move in program.reshards:
-        row = (move.value, move.type, move.edge, str(move.copies), str(move.bytes))
+        row = (task.label, task.kind, stage, task.submesh, str(task.num_runs))
+        tasks.add_row(*row)
+    reshards = table("reshards, of a step", "value of", "type", "edge", "copies", "bytes")
+    for move in (move for move in program.reshards if move.bytes):
+        made_by = move.value if move.source in ("argument", "constant") else move.source
+        row = (made_by, move.type, move.edge, str(move.copies), str(move.bytes))
         reshards.add_row(*row)
     console.print(tasks, reshards)
+
+
+def table(title, *columns):
+    """A table in which a narrow terminal cuts no name off, but goes on below."""
+    made = Table(title=title, box=box.SIMPLE, pad_edge=False, collapse_padding=True)
+    for column in columns:
+        made.add_column(column, overflow="fold")
+    return made

@@ -1,6 +1,6 @@
 """The passes from a traced function to a plan, in order, on one page."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -14,6 +14,7 @@ from multimesh._src.ir.submesh import Submesh
 from multimesh._src.partition import text
 from multimesh._src.partition.assign.cloned import Cloned, find_cloned
 from multimesh._src.partition.assign.glue import settle_glue
+from multimesh._src.partition.assign.late import move_to_readers
 from multimesh._src.partition.assign.places import assign_places
 from multimesh._src.partition.assign.prepared import clone_preparations
 from multimesh._src.partition.assign.saved import use_saved
@@ -67,12 +68,33 @@ class Partitioned:
 
     `schedules` has the simulation of each microbatch loop, by the index of its node; `whole` the
     names of its backward tasks that could not be split although the schedule runs halves (S3).
+    `origins` says where all of it comes from.
     """
 
     program: Program
     plan: Plan
     schedules: Mapping[int, Simulation]
     whole: Mapping[int, tuple[str, ...]]
+    origins: "Origins"
+
+
+@dataclass(frozen=True, slots=True)
+class Origins:
+    """What of the flat program became what, by the serials of its equations, for reports.
+
+    Attributes:
+        flat: The flat program, after every equation got its place.
+        place: The submesh of each equation.
+        match: The match of each seed.
+        task_of: The index of the task that an equation is in.
+        clones: The indices of the tasks that clone an equation.
+    """
+
+    flat: FlatProgram
+    place: Mapping[int, int]
+    match: Mapping[int, Match]
+    task_of: Mapping[int, int]
+    clones: Mapping[int, Sequence[int]]
 
 
 @paused_collector()
@@ -174,6 +196,8 @@ def _place(driver: _Driver, flat: FlatProgram) -> _Placed:
     flat = prune(use_saved(flat, place))
     # Places come before sums are regrouped: only then is it known which sums cross submeshes.
     flat, place = regroup_sums(flat, place, seeded, cloned)
+    # Only when all readers and sums are settled is it known what had better grow behind a copy.
+    place = move_to_readers(flat, place, seeded, cloned, seeds.submeshes)
     driver.show("assign", text.print_flat, flat, place)
     carries = classify_all(flat.steps, place)
     # Each submesh has its conditional once places are final; later passes see no guards.
@@ -189,6 +213,7 @@ class _Cut:
     submeshes: tuple[Submesh, ...]
     steps: tuple[ProgramStep, ...]
     pipelines: Mapping[int, Pipeline]
+    origins: Origins
 
 
 def _cut(driver: _Driver, placed: _Placed) -> _Cut:
@@ -217,7 +242,8 @@ def _cut(driver: _Driver, placed: _Placed) -> _Cut:
         for loop in all_loops(steps)
         if loop.index in pipelines
     }
-    return _Cut(replace(flat, avals=avals), submeshes, steps, pipelines)
+    origins = Origins(flat, place, match, splitter.task_of, splitter.clones)
+    return _Cut(replace(flat, avals=avals), submeshes, steps, pipelines, origins)
 
 
 def _lay_out(driver: _Driver, placed: _Placed, cut: _Cut, batches: Mapping[int, Batch]) -> Program:
@@ -276,4 +302,4 @@ def _order(
         plan = fuse_runs(plan)
         driver.show("fuse", text.print_plan, plan)
     whole = {index: pipeline.whole for index, pipeline in pipelines.items() if pipeline.whole}
-    return Partitioned(program, plan, schedules, whole)
+    return Partitioned(program, plan, schedules, whole, cut.origins)

@@ -329,7 +329,16 @@ def _zeros(like: Equation, place: int, zeros: list[Equation], context: _Context)
     eqn: Any = jaxprs.open_jaxpr(closed).eqns[0]
     var = context.new_var(aval)
     inputs = tuple(Lit(atom.val, atom.aval) for atom in eqn.invars)
-    equation = Equation(context.serial(), eqn, inputs, (var,), like.scope, like.guards)
+    equation = Equation(
+        context.serial(),
+        eqn,
+        inputs,
+        (var,),
+        like.scope,
+        guards=like.guards,
+        callers=(like.eqn, *like.callers),
+        emitted=True,
+    )
     context.place[equation.serial] = place
     zeros.append(equation)
     return var
