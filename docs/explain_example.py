@@ -17,7 +17,7 @@ def model(params, tokens):
         x = params["table"][tokens]
     for i, w in enumerate(params["layers"]):
         with jax.named_scope(f"layer{i}"):
-            x = jnp.tanh(x @ w)
+            x = x * (x @ w)
     return x @ params["table"].T  # in no scope, and of the same table
 
 
