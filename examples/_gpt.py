@@ -1,7 +1,7 @@
 """A byte-level GPT in Flax Linen, its text, and sampling from it with a cache of keys and values.
 
 Nothing here names a device or a stage. The sharding constraints name the axes `data` and `model` of
-whatever submesh a layer runs on; outside of a MultiMesh they do nothing.
+whatever submesh a layer runs on; outside of a MultiMesh they are JAX's own and need a mesh.
 """
 
 import math

@@ -303,9 +303,15 @@ def _while(params: Mapping[str, Any], values: list[Any]) -> Sequence[Any]:
         values[split[1] :],
     )
     cond, body = _called(params["cond_jaxpr"]), _called(params["body_jaxpr"])
-    return jax.lax.while_loop(
-        lambda c: cond(*cond_consts, *c)[0], lambda c: tuple(body(*body_consts, *c)), tuple(carry)
-    )
+
+    def step(carry: Any) -> Any:
+        # under vmap the condition has leading dims, and what is done stays as it is
+        flags = cond(*cond_consts, *carry)[0]
+        new = body(*body_consts, *carry)
+        shaped = [flags.reshape(flags.shape + (1,) * (x.ndim - flags.ndim)) for x in carry]
+        return tuple(map(jnp.where, shaped, new, carry)) if flags.ndim else tuple(new)
+
+    return jax.lax.while_loop(lambda c: jnp.any(cond(*cond_consts, *c)[0]), step, tuple(carry))
 
 
 def _solve(params: Mapping[str, Any], values: list[Any]) -> Sequence[Any]:

@@ -4,9 +4,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from multimesh._src.frontend.succession import ArgumentTree, successors
+from multimesh._src.frontend.succession import ArgumentTree, siblings, successors
 
 
 def f32(*shape: int) -> jax.ShapeDtypeStruct:
@@ -81,3 +82,18 @@ def test_empty_trees_and_none() -> None:
 def test_input_is_untouched_and_result_repeats() -> None:
     args = ((PARAMS, OPT), (0, 1), (OPT, PARAMS))
     assert relation(*args) == relation(*args)
+
+
+def test_siblings_are_whole_free_subtrees_like_an_argument() -> None:
+    params = {"b": 0, "w": 0}
+    tree = jax.tree.structure(params)
+    out_tree = jax.tree.structure({"count": 0, "mu": params, "nu": params, "other": [0, 0]})
+    avals = [jax.ShapeDtypeStruct(shape, np.float32) for shape in ((3,), (3, 3))]
+    out = [jax.ShapeDtypeStruct((), np.int32), *avals, *avals, *avals]
+    argument = ArgumentTree(tree, 0, False)
+    free = [True, False, True, True, True, True, True]
+    assert siblings([argument], avals, out_tree, out, free) == (
+        *(None, None, None),
+        *(0, 1),
+        *(None, None),
+    )

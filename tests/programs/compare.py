@@ -11,7 +11,14 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 import multimesh.jax as mm
 from multimesh._src.runtime import counters
 from tests.oracle import Oracle, bitwise_equal, compare
-from tests.programs.generator import Surroundings, make_batches, make_state, make_step, plain
+from tests.programs.generator import (
+    MICROBATCH_SIZE,
+    Surroundings,
+    make_batches,
+    make_state,
+    make_step,
+    plain,
+)
 from tests.programs.spec import Spec
 
 Tree: TypeAlias = Any
@@ -91,24 +98,32 @@ def multi_mesh(spec: Spec) -> mm.MultiMesh:
     devices = np.array(jax.devices()[:num]).reshape(sizes)
     mesh = Mesh(devices, names, axis_types=(axis_type,) * len(names))
     multi = mm.MultiMesh(global_mesh=mesh)
-    multi.register_task(r"layer(\d+)", callback=lambda name, backprop: _task(spec, int(name)))
+    if spec.scanned:
+        multi.register_task(
+            "layer", callback=lambda name, backprop: _task(spec, int(name[6:])), scanned=True
+        )
+    else:
+        multi.register_task(r"layer(\d+)", callback=lambda name, backprop: _task(spec, int(name)))
     return multi
 
 
 def _task(spec: Spec, layer: int) -> mm.Task:
-    submesh = spec.layers[layer].submesh
+    submesh, name = spec.layers[layer].submesh, f"layer{layer}"
+    # Submeshes that are visited twice do not tell the stages.
+    stage = spec.layers[layer].stage if spec.chunks > 1 else None
     if spec.sliced is not None:
-        return mm.Task(name=f"layer{layer}", mesh_slice={"stage": submesh})
+        return mm.Task(name=name, mesh_slice={"stage": submesh}, stage=stage)
     sizes = spec.submeshes[submesh]
     first = sum(d * m for d, m in spec.submeshes[:submesh])
     devices = list(range(first, first + sizes[0] * sizes[1]))
     mesh = mm.TaskMesh(devices=devices, axis_sizes=sizes, axis_names=("data", "model"))
-    return mm.Task(name=f"layer{layer}", mesh=mesh)
+    return mm.Task(name=name, mesh=mesh, stage=stage)
 
 
 def _surroundings(spec: Spec) -> Surroundings:
-    def cut(fun: Callable[..., Tree], size: int, reduce: Tree) -> Callable[..., Tree]:
-        return mm.microbatch(fun, 0, size, argnum=1, schedule=spec.schedule, reduce=reduce)
+    def cut(fun: Callable[..., Tree], reduce: Tree, schedule: str) -> Callable[..., Tree]:
+        how = schedule or None
+        return mm.microbatch(fun, 0, MICROBATCH_SIZE, argnum=1, schedule=how, reduce=reduce)
 
     return Surroundings(cut, mm.with_sharding_constraint)
 

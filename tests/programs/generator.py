@@ -5,6 +5,7 @@ into microbatches, what a sharding constraint does) is passed in as `Surrounding
 """
 
 import contextlib
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -16,7 +17,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from tests.programs.ops import NUM_TOKENS, OPS, Array, Inputs, apply
-from tests.programs.spec import WIDTH, Spec
+from tests.programs.spec import WIDTH, Layer, Spec
 
 Tree: TypeAlias = Any
 
@@ -28,11 +29,11 @@ NUM_STEPS_DRAWN = 5
 class Surroundings:
     """What ours and the references do in their own ways.
 
-    `microbatch(fun, size, reduce)` runs `fun(params, batch, key)` per slice of the batch;
+    `microbatch(fun, reduce, schedule)` runs `fun(params, batch, key)` per slice of the batch;
     `constrain(x, spec)` lays out a value.
     """
 
-    microbatch: Callable[[Callable[..., Tree], int, Tree], Callable[..., Tree]]
+    microbatch: Callable[[Callable[..., Tree], Tree, str], Callable[..., Tree]]
     constrain: Callable[[Array, P], Array]
 
 
@@ -47,11 +48,11 @@ def plain(mesh: Mesh | None) -> Surroundings:
     return Surroundings(_plain_microbatch, constrain)
 
 
-def _plain_microbatch(fun: Callable[..., Tree], size: int, reduce: Tree) -> Callable[..., Tree]:
+def _plain_microbatch(fun: Callable[..., Tree], reduce: Tree, schedule: str) -> Callable[..., Tree]:
     """Accumulates from zero in ascending order; `reduce` is a prefix of "sum", "mean", "stack"."""
 
     def run(params: Tree, batch: Tree, key: Array) -> Tree:
-        slices = jax.tree.map(lambda x: x.reshape(-1, size, *x.shape[1:]), batch)
+        slices = jax.tree.map(lambda x: x.reshape(-1, MICROBATCH_SIZE, *x.shape[1:]), batch)
         first = jax.tree.map(lambda x: x[0], slices)
         shapes = jax.eval_shape(fun, params, first, key)
         how = jax.tree.broadcast(reduce, shapes)
@@ -78,13 +79,15 @@ def _plain_microbatch(fun: Callable[..., Tree], size: int, reduce: Tree) -> Call
 def make_state(spec: Spec) -> Tree:
     """The first state: parameters, optimizer state and key, on the host."""
     draw = np.random.default_rng(spec.data_seed)
-    params = {}
-    for index, layer in enumerate(spec.layers):
-        if layer.tied >= 0:
-            continue
-        params[f"layer{index}"] = [
+    params = {
+        f"layer{index}": [
             [_parameter(draw, shape, spec.dtype) for shape in OPS[op].shapes] for op in layer.ops
         ]
+        for index, layer in enumerate(spec.layers)
+        if layer.tied < 0
+    }
+    if spec.scanned:
+        params = {"layers": jax.tree.map(lambda *xs: np.stack(xs), *params.values())}
     state = {"params": params, "key": jax.random.key(spec.data_seed)}
     if not spec.forward_only:
         state["opt"] = jax.tree.map(np.asarray, _optimizer(spec).init(params))
@@ -110,8 +113,13 @@ def make_batches(spec: Spec) -> list[Tree]:
 def make_step(spec: Spec, around: Surroundings) -> Callable[[Tree, Tree], tuple[Tree, Tree]]:
     """The program: `step(state, batch) -> (state, results)`."""
 
+    def model(params: Tree, batch: Tree, key: Array) -> Array:
+        return _model(spec, around, params, batch, key)
+
+    model = jax.checkpoint(model) if spec.checkpoint else model
+
     def loss_fn(params: Tree, batch: Tree, key: Array) -> Tree:
-        y = _model(spec, around, params, batch, key)
+        y = model(params, batch, key)
         loss = _loss(spec, y, batch)
         if not spec.aux:
             return loss
@@ -123,43 +131,83 @@ def make_step(spec: Spec, around: Surroundings) -> Callable[[Tree, Tree], tuple[
         grad = jax.value_and_grad(loss_fn, has_aux=spec.aux)
         if spec.num_microbatches:
             reduce = ((spec.reduce, "stack"), spec.reduce) if spec.aux else spec.reduce
-            grad = around.microbatch(grad, MICROBATCH_SIZE, reduce)
+            grad = around.microbatch(grad, reduce, spec.schedule)
         results, grads = grad(state["params"], batch, sub)
         updates, opt = _optimizer(spec).update(grads, state["opt"], state["params"])
         params = optax.apply_updates(state["params"], updates)
+        if spec.second_loop:
+            evaluate = around.microbatch(loss_fn, "mean", "")
+            results = results, jax.tree.leaves(evaluate(params, batch, sub))[0]
         return {"params": params, "opt": opt, "key": key}, results
 
     def forward(state: Tree, batch: Tree) -> tuple[Tree, Tree]:
         key, sub = jax.random.split(state["key"])
-        return {**state, "key": key}, _model(spec, around, state["params"], batch, sub)
+        return {**state, "key": key}, model(state["params"], batch, sub)
 
     return forward if spec.forward_only else train
 
 
 def _model(spec: Spec, around: Surroundings, params: Tree, batch: Tree, key: Array) -> Array:
     x = _constrained(spec, around, batch["x"], P("data", None))
-    outputs: list[Array] = []
-    for index, layer in enumerate(spec.layers):
-        inputs = Inputs(
-            tokens=batch["tokens"],
-            key=jax.random.fold_in(key, index),
-            constrain_weight=lambda w: _constrained(spec, around, w, P(None, "model")),
-        )
+    if spec.scanned:
+        x = _scan(spec, around, params["layers"], x, batch, key)
+        return _constrained(spec, around, x, P("data", None))
 
-        def run(x: Array, weights: Tree, inputs=inputs, layer=layer) -> Array:
-            for op, parameters in zip(layer.ops, weights, strict=True):
-                x = apply(op, x, inputs, parameters)
-            return x
-
-        run = jax.checkpoint(run) if layer.checkpoint else run
+    def run(index: int, x: Array, outputs: list[Array]) -> Array:
+        layer = spec.layers[index]
+        weights = params[f"layer{_owner(spec, index)}"]
+        inputs = _inputs(spec, around, batch, jax.random.fold_in(key, index))
         scope = jax.named_scope(f"layer{index}") if layer.scoped else contextlib.nullcontext()
-        owner = index if layer.tied < 0 else _owner(spec, index)
         with scope:
-            x = run(x, params[f"layer{owner}"])
-            if layer.skip >= 0:
-                x = x + 0.5 * outputs[layer.skip]
-        outputs.append(x)
+            x = _layer(layer, x, weights, inputs)
+            return x + 0.5 * outputs[layer.skip] if layer.skip >= 0 else x
+
+    def two(index: int, outputs: list[Array], x: Array) -> Array:
+        first = run(index, x, outputs)
+        return run(index + 1, first, [*outputs, first])
+
+    outputs: list[Array] = []
+    while len(outputs) < len(spec.layers):
+        index = len(outputs)
+        if index == spec.gated and index + 1 < len(spec.layers):
+            both = functools.partial(two, index, outputs)
+            x = jax.lax.cond(batch["tokens"][0] % 2 == 0, both, lambda x: x, x)
+            outputs += [x, x]
+        else:
+            x = run(index, x, outputs)
+            outputs.append(x)
     return _constrained(spec, around, x, P("data", None))
+
+
+def _scan(
+    spec: Spec, around: Surroundings, stacks: Tree, x: Array, batch: Tree, key: Array
+) -> Array:
+    """All layers as one scan over their stacked parameters; iteration i is `layer_<i>`."""
+
+    def step(x: Array, piece: Tree) -> tuple[Array, None]:
+        weights, index = piece
+        inputs = _inputs(spec, around, batch, jax.random.fold_in(key, index))
+        with jax.named_scope("layer"):
+            return _layer(spec.layers[0], x, weights, inputs), None
+
+    return jax.lax.scan(step, x, (stacks, jnp.arange(len(spec.layers))))[0]
+
+
+def _inputs(spec: Spec, around: Surroundings, batch: Tree, key: Array) -> Inputs:
+    return Inputs(
+        tokens=batch["tokens"],
+        key=key,
+        constrain_weight=lambda w: _constrained(spec, around, w, P(None, "model")),
+    )
+
+
+def _layer(layer: Layer, x: Array, weights: Tree, inputs: Inputs) -> Array:
+    def run(x: Array, weights: Tree) -> Array:
+        for op, parameters in zip(layer.ops, weights, strict=True):
+            x = apply(op, x, inputs, parameters)
+        return x
+
+    return (jax.checkpoint(run) if layer.checkpoint else run)(x, weights)
 
 
 def _owner(spec: Spec, index: int) -> int:
@@ -191,6 +239,10 @@ def _optimizer(spec: Spec) -> optax.GradientTransformation:
             return adamw
         case "clipped adamw":
             return optax.chain(optax.clip_by_global_norm(0.5), adamw)
+        case "guarded adamw":
+            return optax.apply_if_finite(adamw, 3)
+        case "two steps":
+            return optax.MultiSteps(adamw, 2).gradient_transformation()
     raise AssertionError(spec.optimizer)
 
 

@@ -1,17 +1,24 @@
 """What a random program is: plain data, so that it prints, shrinks and can be typed in again."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
+from multimesh.jax.errors import ScheduleError
+from multimesh.jax.schedules import make_schedule
 from tests.programs.ops import OPS
 
 T = TypeVar("T")
 
 WIDTH = 8  # features; every op keeps activations of shape [batch, WIDTH]
-SCHEDULES = ("gpipe", "1f1b", "eager-1f1b")
-OPTIMIZERS = ("sgd", "momentum", "adamw", "clipped adamw")
+# By stages a submesh and their placement; "" is the default schedule.
+SCHEDULES = {
+    (1, "loop"): ("gpipe", "1f1b", "eager-1f1b", "zb-h1", "zb-h2", "auto", ""),
+    (2, "loop"): ("interleaved-1f1b", "looped-bfs", "auto", ""),
+    (2, "v"): ("zb-v", "dualpipe-v", "auto", ""),
+}
+OPTIMIZERS = ("sgd", "momentum", "adamw", "clipped adamw", "guarded adamw", "two steps")
 # (stage, data, model): slices of one mesh, all submeshes alike.
 SLICED = ((2, 1, 1), (2, 2, 1), (2, 1, 2), (2, 2, 2), (4, 1, 1), (4, 2, 1), (4, 1, 2), (3, 1, 2))
 # (data, model) of each submesh, on devices of their own.
@@ -43,6 +50,7 @@ class Layer:
 
     ops: tuple[str, ...]
     submesh: int = 0
+    stage: int = -1  # of the pipeline; -1: without one
     scoped: bool = True  # False: no scope, the partitioner decides
     checkpoint: bool = False
     skip: int = -1  # adds the output of that earlier layer
@@ -59,6 +67,12 @@ class Spec:
     explicit_axes: bool = False
     num_microbatches: int = 0  # 0: no microbatch loop
     schedule: str = "gpipe"
+    chunks: int = 1  # stages on each submesh
+    placement: str = "loop"
+    second_loop: bool = False  # another loop, in its default schedule, evaluates the new parameters
+    scanned: bool = False  # the layers, all alike, are iterations of one scan over stacks
+    checkpoint: bool = False  # around the whole model
+    gated: int = -1  # that layer and the next run under one cond
     reduce: str = "mean"
     aux: bool = False  # the loss function has an auxiliary output, stacked by the loop
     loss: str = "square"
@@ -97,13 +111,25 @@ def draw_spec(source: Source) -> Spec:
         num_submeshes = len(unlike)
     forward_only = source.integer(0, 5) == 5
     num_microbatches = 0 if forward_only else source.choice((0, 1, 2, 3, 4, 6, 8))
+    chunks, placement = (1, "loop")
+    if num_microbatches and source.integer(0, 3) == 3:
+        chunks, placement = source.choice(((2, "loop"), (2, "v")))
+    stages = stage_submeshes(num_submeshes, chunks, placement)
+    layers = _draw_layers(source, num_submeshes, stages if num_microbatches else ())
+    scanned = source.integer(0, 5) == 5
     return Spec(
-        layers=_draw_layers(source, num_submeshes, pipelined=num_microbatches > 0),
+        layers=tuple(map(replace_ops(layers[0].ops), layers)) if scanned else layers,
         sliced=sliced,
         unlike=unlike,
         explicit_axes=source.integer(0, 4) == 4,
         num_microbatches=num_microbatches,
-        schedule=source.choice(SCHEDULES),
+        schedule=source.choice(_schedules(num_submeshes, num_microbatches, chunks, placement)),
+        chunks=chunks,
+        placement=placement,
+        second_loop=num_microbatches > 0 and source.integer(0, 3) == 3,
+        scanned=scanned,
+        checkpoint=source.integer(0, 7) == 7,
+        gated=source.integer(0, len(layers) - 2) if source.integer(0, 5) == 5 else -1,
         reduce=source.choice(("mean", "sum")),
         aux=source.integer(0, 3) == 3,
         loss=source.choice(("square", "cross entropy")),
@@ -117,14 +143,46 @@ def draw_spec(source: Source) -> Spec:
     )
 
 
-def _draw_layers(source: Source, num_submeshes: int, pipelined: bool) -> tuple[Layer, ...]:
+def stage_submeshes(num_submeshes: int, chunks: int, placement: str) -> tuple[int, ...]:
+    """The submesh of each stage."""
+    once = tuple(range(num_submeshes))
+    return once * chunks if placement == "loop" else (*once, *reversed(once))
+
+
+def replace_ops(ops: tuple[str, ...]) -> Callable[[Layer], Layer]:
+    """A function that makes a layer like all others of a scan."""
+    return lambda layer: replace(layer, ops=ops, scoped=True, checkpoint=False, skip=-1, tied=-1)
+
+
+def _schedules(num_ranks: int, num_microbatches: int, chunks: int, placement: str) -> list[str]:
+    """The schedules that can do so many microbatches."""
+    found = []
+    for name in SCHEDULES[chunks, placement]:
+        try:
+            make_schedule(
+                name or None,
+                num_ranks=num_ranks,
+                num_microbatches=max(1, num_microbatches),
+                num_chunks=chunks,
+                placement=placement,
+            )
+        except ScheduleError:
+            continue
+        found.append(name)
+    return found
+
+
+def _draw_layers(source: Source, num_submeshes: int, stages: tuple[int, ...]) -> tuple[Layer, ...]:
+    """Draws layers; `stages` has the submesh of each stage of a pipeline, empty without one."""
     layers: list[Layer] = []
-    num_layers = source.integer(num_submeshes, num_submeshes + 3)
-    # A pipeline runs through the submeshes once; anything goes without one.
-    places = [source.integer(0, num_submeshes - 1) for _ in range(num_layers)]
-    if pipelined:
-        places = sorted([*range(num_submeshes), *places[num_submeshes:]])
-    for index, place in enumerate(places):
+    least = max(num_submeshes, len(stages))
+    num_layers = source.integer(least, least + 3)
+    # A pipeline runs through its stages in order; anything goes without one.
+    drawn = [source.integer(0, (len(stages) or num_submeshes) - 1) for _ in range(num_layers)]
+    if stages:
+        drawn = sorted([*range(len(stages)), *drawn[len(stages) :]])
+    for index, stage in enumerate(drawn):
+        place = stages[stage] if stages else stage
         ops = tuple(source.choice(tuple(OPS)) for _ in range(source.integer(1, 4)))
         tied = -1
         if index and source.integer(0, 5) == 5:
@@ -134,7 +192,9 @@ def _draw_layers(source: Source, num_submeshes: int, pipelined: bool) -> tuple[L
             Layer(
                 ops=ops,
                 submesh=place,
-                scoped=index == 0 or source.integer(0, 7) < 7,
+                stage=stage if stages else -1,
+                # Every stage of a pipeline has a scope that names it.
+                scoped=drawn.index(stage) == index or source.integer(0, 7) < 7,
                 checkpoint=source.integer(0, 2) == 2,
                 skip=source.integer(0, index - 1) if index and source.integer(0, 3) == 3 else -1,
                 tied=tied,
@@ -159,7 +219,7 @@ def simpler(spec: Spec) -> Iterator[Spec]:
             yield replace(spec, num_microbatches=count)
     if spec.unlike is not None or spec.sliced != (len(spec.submeshes), 1, 1):
         yield replace(spec, sliced=(len(spec.submeshes), 1, 1), unlike=None)
-    for index in range(len(spec.layers)):
+    for index in range(0 if spec.scanned else len(spec.layers)):  # all are alike in a scan
         for new in _simpler_layers(spec.layers, index):
             yield replace(spec, layers=(*spec.layers[:index], new, *spec.layers[index + 1 :]))
 

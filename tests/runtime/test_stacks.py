@@ -13,6 +13,7 @@ from multimesh._src.runtime import counters
 from multimesh._src.runtime.compiled_plan import CompiledPlan, compile_plan
 from tests.runtime.plans import P, PlanBuilder, submesh
 
+IN_PLACE = P("stage", "data")
 ROWS = np.arange(32, dtype=np.float32).reshape(4, 8)
 DEVICES = [(0, 1), (2, 3)]
 
@@ -46,7 +47,7 @@ def make_step(*, donated: bool = False, returns_argument: bool = False) -> Compi
     )
 
 
-def placed(kind: AxisType = AxisType.Auto, spec: Any = P("stage", "data")) -> jax.Array:
+def placed(kind: AxisType = AxisType.Auto, spec: Any = IN_PLACE) -> jax.Array:
     return jax.device_put(ROWS, NamedSharding(whole_mesh(kind), spec))
 
 

@@ -59,7 +59,7 @@ def test_the_error_points_at_every_wrong_word():
         "                  ^^^\n"
         "  at rows.txt\n"
         "To mend it: write an action as `<stage><kind><microbatch>` with kind F, B, W or BW, "
-        "as in `2F0`, and an overlapped pair as `[0F3|7BW1]`"
+        "as in `2F0`, and an overlapped pair as `[0F3|7BW1]`."
     )
 
 

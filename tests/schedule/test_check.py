@@ -34,7 +34,7 @@ def test_out_of_order_with_window_and_arrow():
         "    step 1  0F1      1BW0\n"
         "    step 2  0BW0     `1BW1`  <-- here\n"
         "    step 3  0BW1     1F1\n"
-        "To mend it: let every action stand after all that it needs, in the rows of all ranks"
+        "To mend it: let every action stand after all that it needs, in the rows of all ranks."
     )
 
 
@@ -88,7 +88,7 @@ def test_missing_actions_at_most_five():
         "`0BW0` is missing in the row of rank 0.\n"
         "... and 4 more\n"
         "To mend it: let the row of each rank run every action of its stages once for each of the "
-        "`3` microbatches, and nothing else"
+        "`3` microbatches, and nothing else."
     )
 
 
@@ -101,7 +101,7 @@ def test_an_action_twice():
         "    step 1  0BW0    1BW0\n"
         "    step 2  `0F0`  <-- here\n"
         "To mend it: let the row of each rank run every action of its stages once for each of the "
-        "`1` microbatches, and nothing else"
+        "`1` microbatches, and nothing else."
     )
 
 

@@ -58,6 +58,18 @@ class NonFiniteError(ExecutionError, FloatingPointError):
     """Under `jax_debug_nans` or `jax_debug_infs` a task made a NaN or an infinity."""
 
 
+class CheckpointError(MultiMeshError, ValueError):
+    """A state that cannot be saved, or a checkpoint that does not fit what it is restored into."""
+
+
+class MissingCheckpointError(CheckpointError, FileNotFoundError):
+    """There is no checkpoint at a path."""
+
+
+class MissingPackageError(MultiMeshError, ImportError):
+    """Something needs a package that is an optional extra and is not installed."""
+
+
 def message(
     what: str,
     *,
@@ -74,6 +86,7 @@ def message(
         ways: What to do about it, one sentence each; numbered when there are several.
     """
     parts = [what]
+    ways = [way if way.endswith(".") else f"{way}." for way in ways]
     if where:
         parts.append(f"  at {where}")
     if window:

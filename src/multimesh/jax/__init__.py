@@ -21,8 +21,10 @@ from multimesh._src.frontend.markers import task
 from multimesh._src.frontend.microbatching import microbatch
 from multimesh._src.frontend.multi_mesh import MultiMesh, slice_global_mesh
 from multimesh._src.frontend.tasks import Task, TaskMesh
+from multimesh._src.staging.in_place import init
 from multimesh._src.staging.mjit import mjit
 from multimesh._src.staging.parallelize import parallelize
+from multimesh._src.staging.served import serve_jit
 
 __all__ = [
     "Context",
@@ -38,6 +40,7 @@ __all__ = [
     "enable_recomputation",
     "enable_task_fusion",
     "ignore_transforms",
+    "init",
     "microbatch",
     "mjit",
     "only_fuse_loop_tasks",
@@ -51,6 +54,8 @@ __all__ = [
     "tasks",
     "with_sharding_constraint",
 ]
+
+serve_jit()
 
 _NOT_CARRIED_OVER = {
     "shutdown": "there is no runtime of its own to shut down; drop the call",

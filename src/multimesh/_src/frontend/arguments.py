@@ -11,6 +11,7 @@ import functools
 import inspect
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 import jax
@@ -64,8 +65,14 @@ def argument_spec(
             donated.
     """
     parameters, variadic, keywords = _parameters(fun)
-    nums = tuple(_as_tuple(n) for n in (static_argnums, donate_argnums))
-    names = tuple(_as_tuple(n) for n in (static_argnames, donate_argnames))
+    nums = (
+        _as_tuple("static_argnums", Integral, static_argnums),
+        _as_tuple("donate_argnums", Integral, donate_argnums),
+    )
+    names = (
+        _as_tuple("static_argnames", str, static_argnames),
+        _as_tuple("donate_argnames", str, donate_argnames),
+    )
     count = len(parameters) if parameters is not None and not variadic else None
     completed = [
         _complete(function_name(fun), positions, given, parameters or (), count, keywords)
@@ -88,10 +95,33 @@ def function_name(fun: Callable[..., Any]) -> str:
     return str(getattr(inner, "__name__", None) or type(inner).__name__)
 
 
-def _as_tuple(value: Any) -> tuple[Any, ...]:
+def check_callable(fun: Any, what: str) -> None:
+    """Raises a TraceError if `fun`, the argument of `what`, is no function."""
+    if not callable(fun):
+        raise TraceError(
+            message(
+                f"`{what}` takes a function, but got a `{type(fun).__name__}`.",
+                ways=("give the function itself, uncalled.",),
+            )
+        )
+
+
+def _as_tuple(option: str, kind: type, value: Any) -> tuple[Any, ...]:
+    """The value of an option as a tuple of positions (Integral) or names (str)."""
     if value is None:
         return ()
-    return (value,) if isinstance(value, (int, str)) else tuple(value)
+    values = (value,) if isinstance(value, (Integral, str)) else tuple(value)
+    for wrong in (v for v in values if not isinstance(v, kind) or isinstance(v, bool)):
+        names = kind is str
+        other = option.replace("names", "nums") if names else option.replace("nums", "names")
+        raise TraceError(
+            message(
+                f"`{option}={value!r}`: `{wrong!r}` is no {'name' if names else 'position'} of an "
+                "argument.",
+                ways=(f"use `{other}=`.",),
+            )
+        )
+    return values
 
 
 def _parameters(fun: Callable[..., Any]) -> tuple[tuple[str, ...] | None, str, bool]:

@@ -25,6 +25,7 @@ from multimesh._src.frontend.registrations import (
     make_registration,
 )
 from multimesh._src.frontend.tasks import Task
+from multimesh._src.jax_compat.jit_calls import unserved
 from multimesh._src.stages import plan_layers
 from multimesh._src.topology import describe_axes
 
@@ -238,8 +239,8 @@ class ActiveContexts:
 
     @contextlib.contextmanager
     def activate(self) -> Iterator[None]:
-        """Puts this thread into exactly these contexts and settings."""
-        with config.entered(config.State(self.settings, self.contexts[:-1])):
+        """Puts this thread into exactly these contexts and settings, for code of ours."""
+        with config.entered(config.State(self.settings, self.contexts[:-1])), unserved():
             yield
 
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from multimesh._src import config
 from multimesh._src.errors import MatchError, message
-from multimesh._src.frontend.arguments import function_name
+from multimesh._src.frontend.arguments import check_callable, function_name
 from multimesh._src.frontend.scopes import MARKER_PREFIX
 from multimesh._src.frontend.tasks import Task
 from multimesh._src.jax_compat.constraints import is_redirected
@@ -141,6 +141,7 @@ def task(
         ...     float(first(0.0))
         0.0
     """
+    check_callable(fun, "task")
     label = name or getattr(task, "name", None) or function_name(fun)
     explicit = ExplicitTask(_explicit_task(label, task, fields))
     component = _tasks.intern(explicit, _frozen(explicit))

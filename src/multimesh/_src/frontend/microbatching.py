@@ -22,9 +22,11 @@ import jax.numpy as jnp
 
 from multimesh._src.errors import MicrobatchError, message
 from multimesh._src.frontend import logical, reductions
+from multimesh._src.frontend.arguments import check_callable
 from multimesh._src.frontend.batches import check_dim, check_rows, to_microbatch_major
 from multimesh._src.frontend.markers import MicrobatchMarker, microbatch_scope
 from multimesh._src.jax_compat import jaxprs
+from multimesh._src.schedule.make import check_name
 
 
 def microbatch(
@@ -59,6 +61,7 @@ def microbatch(
         schedule: Pipeline schedule of the loop. Default: the one of the context.
         custom_schedule: A schedule by hand: text with one line of actions per submesh, or a
             sequence with one row per submesh, of actions, task names or (microbatch, task name).
+            A name of forward and backward alike is followed by the kind: `layer0:F`, `layer0:BW`.
         reduce: `"sum"`, `"mean"`, `"max"` (elementwise), `"stack"` (new first dim of size m),
             `"concat"` (along `dim`), or a pytree prefix of the results with these.
         accum_dtype: Dtype in which floating results are accumulated by "sum" and "mean"; results
@@ -87,6 +90,9 @@ def microbatch(
         >>> float(total(2.0, jnp.arange(6.0)))
         30.0
     """
+    check_callable(fun, "microbatch")
+    if custom_schedule is None:
+        check_name(schedule)
     options = _Options(
         size=_size(size),
         argnums=_argnums(argnum),

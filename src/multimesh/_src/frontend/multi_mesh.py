@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 from multimesh._src.errors import MeshError, message
 from multimesh._src.frontend.contexts import Context, active_global_mesh
 from multimesh._src.frontend.tasks import TaskMesh
+from multimesh._src.schedule.make import check_name
 from multimesh._src.topology import Index, check_unique, make_mesh, mesh_positions, slice_mesh
 
 
@@ -46,6 +47,7 @@ class MultiMesh(Context):
     ):
         super().__init__()
         self._mesh = _global_mesh(axis_sizes, axis_names, devices, global_mesh)
+        check_name(schedule)
         self._schedule = schedule
 
     @property

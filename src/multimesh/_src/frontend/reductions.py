@@ -42,7 +42,11 @@ def check_accum_dtype(dtype: Any) -> Any:
     """
     if dtype is None:
         return None
-    if not jnp.issubdtype(dtype, jnp.floating):
+    try:
+        floating = jnp.issubdtype(dtype, jnp.floating)
+    except TypeError:
+        floating = False
+    if not floating:
         raise MicrobatchError(
             message(
                 f"`accum_dtype={dtype}` is no floating dtype.",

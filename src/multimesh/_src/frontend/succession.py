@@ -13,6 +13,11 @@ same treedef and the same shapes and dtypes. Arguments choose in falling order o
 ones first among equals), and an output leaf succeeds at most one argument leaf. An argument that
 is not donated has a successor only if it has two or more leaves: a lone array of the right shape
 is too likely to be something else.
+
+    init(params) -> (count, mu, nu)      mu succeeds params; nu, zeros too, is a *sibling*
+
+Results that are made of no argument would lie anywhere; where a whole subtree of them is like an
+argument, it goes where that one lies (`siblings`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -48,23 +53,58 @@ def successors(
         out_tree: The tree of the results.
         out_avals: Shape and dtype of all flat results.
     """
-    argument_kinds, out_kinds = _kinds(argument_avals), _kinds(out_avals)
-    subtrees = tuple(_subtrees(out_tree, 0))
-    succeeded: list[int | None] = [None] * len(out_kinds)
+    succeeded: list[int | None] = [None] * len(out_avals)
     for argument in sorted(arguments, key=lambda a: (-a.tree.num_leaves, not a.donated)):
-        size = argument.tree.num_leaves
+        first, size = argument.first_leaf, argument.tree.num_leaves
         if size < (1 if argument.donated else 2):
             continue
-        wanted = argument_kinds[argument.first_leaf : argument.first_leaf + size]
-        for tree, start in subtrees:
-            free = tree.num_leaves == size and not any(
-                leaf is not None for leaf in succeeded[start : start + size]
-            )
-            if free and tree == argument.tree and out_kinds[start : start + size] == wanted:
-                first = argument.first_leaf
+        for start in _alike(argument, argument_avals, out_tree, out_avals):
+            if all(leaf is None for leaf in succeeded[start : start + size]):
                 succeeded[start : start + size] = range(first, first + size)
                 break
     return tuple(succeeded)
+
+
+def siblings(
+    arguments: Sequence[ArgumentTree],
+    argument_avals: Sequence[Any],
+    out_tree: PyTreeDef,
+    out_avals: Sequence[Any],
+    free: Sequence[bool],
+) -> tuple[int | None, ...]:
+    """Returns for each flat result the flat argument beside which it belongs, or None.
+
+    Args:
+        arguments: The arguments, in order.
+        argument_avals: Shape and dtype of all flat arguments.
+        out_tree: The tree of the results.
+        out_avals: Shape and dtype of all flat results.
+        free: Per flat result, whether nothing else says where it goes.
+    """
+    beside: list[int | None] = [None] * len(out_avals)
+    for argument in sorted(arguments, key=lambda a: -a.tree.num_leaves):
+        first, size = argument.first_leaf, argument.tree.num_leaves
+        if size < 2:
+            continue
+        for start in _alike(argument, argument_avals, out_tree, out_avals):
+            places = range(start, start + size)
+            if all(free[i] and beside[i] is None for i in places):
+                beside[start : start + size] = range(first, first + size)
+    return tuple(beside)
+
+
+def _alike(
+    argument: ArgumentTree,
+    argument_avals: Sequence[Any],
+    out_tree: PyTreeDef,
+    out_avals: Sequence[Any],
+) -> Iterator[int]:
+    """Yields the first leaf of every subtree of the output that has the types of an argument."""
+    first, size = argument.first_leaf, argument.tree.num_leaves
+    wanted = _kinds(argument_avals[first : first + size])
+    for tree, start in _subtrees(out_tree, 0):
+        if tree == argument.tree and _kinds(out_avals[start : start + size]) == wanted:
+            yield start
 
 
 def _kinds(avals: Sequence[Any]) -> list[Kind]:

@@ -11,6 +11,7 @@ types too (R17), and sharding constraints are taken over (`logical.redirect_cons
 """
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,10 +26,10 @@ from multimesh._src.frontend import arguments as arguments_lib, logical, scopes
 from multimesh._src.frontend.arguments import ArgumentSpec, NamedArgument, Statics
 from multimesh._src.frontend.batches import MicrobatchedArray
 from multimesh._src.frontend.matching import Matcher
-from multimesh._src.frontend.succession import ArgumentTree, successors
+from multimesh._src.frontend.succession import ArgumentTree, siblings, successors
 from multimesh._src.frontend.wanted import Wanted, wanted_leaves
 from multimesh._src.ir.scope import Scope
-from multimesh._src.jax_compat import avals, jit_hook
+from multimesh._src.jax_compat import avals, jaxprs, jit_hook
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +138,10 @@ def trace_plainly(
         return fun(*joined, **kwargs, **dict(statics.kwargs))
 
     traced.__name__ = traced.__qualname__ = name
+    # JAX's errors name the user's function, its file and line, and its arguments.
+    traced.__wrapped__ = fun  # pyright: ignore[reportFunctionMemberAccess]
+    if statics != arguments_lib.NO_STATICS:
+        traced.__signature__ = inspect.signature(lambda *args, **kwargs: None)
     plain_args, plain_kwargs = jax.tree.map(plain_aval, (tuple(args), dict(kwargs)))
     with our_tracing():
         result = jax.jit(traced).trace(*plain_args, **plain_kwargs)
@@ -228,16 +233,36 @@ def trace(
     out_info = jax.tree.unflatten(plain.out_tree, plain.jaxpr.out_avals)
     outs = wanted_leaves(out_shardings, out_info, mesh, "out_shardings")
     arguments = flat_arguments(named, ins, mesh)
-    relation = successors(
-        _trees(named), [a.aval for a in arguments], plain.out_tree, plain.jaxpr.out_avals
-    )
-    results = tuple(
-        Result(name, without_mesh(aval), want.named(mesh), None if want.is_given else successor)
-        for name, aval, want, successor in zip(
-            plain.out_names, plain.jaxpr.out_avals, outs, relation, strict=True
+    results = _results(plain, _trees(named), arguments, outs, mesh)
+    return traced_function(plain, ambient, arguments, results, surroundings)
+
+
+def _results(
+    plain: PlainTrace,
+    trees: Sequence[ArgumentTree],
+    arguments: Sequence[Argument],
+    wanted: Sequence[Wanted],
+    global_mesh: Mesh | None,
+) -> tuple[Result, ...]:
+    """The flat results: what each succeeds, and where it is wanted."""
+    avals, out_avals = [a.aval for a in arguments], plain.jaxpr.out_avals
+    succeeded = successors(trees, avals, plain.out_tree, out_avals)
+    unsaid = jaxprs.independent_results(plain.jaxpr)
+    free = [
+        alone and successor is None and not want.is_given
+        for alone, successor, want in zip(unsaid, succeeded, wanted, strict=True)
+    ]
+    beside = siblings(trees, avals, plain.out_tree, out_avals, free)
+    shardings = [
+        want.named(global_mesh) if sibling is None else arguments[sibling].placement
+        for want, sibling in zip(wanted, beside, strict=True)
+    ]
+    return tuple(
+        Result(name, without_mesh(aval), sharding, None if want.is_given else successor)
+        for name, aval, sharding, want, successor in zip(
+            plain.out_names, out_avals, shardings, wanted, succeeded, strict=True
         )
     )
-    return traced_function(plain, ambient, arguments, results, surroundings)
 
 
 def traced_function(

@@ -4,13 +4,19 @@ Inner jits are inlined and every equation carries its whole scope. Loops whose b
 (`Loop`) are the only nesting; their bodies read variables of the enclosing program directly, so a
 loop has no list of constants. What `lax.scan` calls `xs` and `ys` is written out: a slice at the
 loop index, and a carried stack that is written at the loop index.
+
+The branches of a conditional that has to be cut stand one after the other, every step in them
+under a *guard*; behind them, each result is *chosen* from what the branches give for it. Until
+`partition.branches` makes conditionals of them again, a variable made under a guard has a value
+only where that guard holds.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 from multimesh._src.ir.scope import Scope
+from multimesh._src.jax_compat.name_stack import source_line
 
 Var: TypeAlias = int
 
@@ -27,10 +33,27 @@ Operand: TypeAlias = Var | Lit
 
 
 @dataclass(frozen=True, slots=True)
+class Guard:
+    """A branch of a conditional: what stands in it runs when `index` is `branch`.
+
+    `cond` is a serial of its own, `eqn` the JAX equation of the whole conditional.
+    """
+
+    cond: int
+    index: Operand
+    branch: int
+    eqn: Any = field(compare=False, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
 class Equation:
     """One JAX equation on our variables; the variables of `eqn` itself are ignored.
 
     `serial` is unique within the program and survives passes, so that analyses can name it.
+    `guards` are the branches around it, outermost first. `chooses` says that it is a `select_n` of
+    what the branches of this conditional give (the guard's own branch means nothing then).
+    `callers` are the calls and scans around it that were opened, the innermost first; `emitted`
+    says that a pass made the equation for the innermost of them.
     """
 
     serial: int
@@ -38,6 +61,17 @@ class Equation:
     inputs: tuple[Operand, ...]
     outputs: tuple[Var, ...]
     scope: Scope
+    guards: tuple[Guard, ...] = ()
+    chooses: Guard | None = None
+    callers: tuple[Any, ...] = field(default=(), repr=False)
+    emitted: bool = False
+
+    @property
+    def line(self) -> str:
+        """The user's `file:line`; in jits of JAX's own, whose equations have none, the caller's."""
+        known = self.callers if self.emitted else (self.eqn, *self.callers)
+        lines = (source_line(eqn) for eqn in known)
+        return next((line for line in lines if line), "")
 
     @property
     def primitive(self) -> str:
@@ -57,10 +91,12 @@ class Carry:
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    """A loop with a static trip count whose body is cut into tasks.
+    """A loop whose body is cut into tasks.
 
     `index` is an int32 scalar that counts 0, 1, ... `length` - 1 in order of execution.
     `marker` is the scope component of `microbatch`, empty for a loop written by hand.
+    A `while` has a `condition`: the value inside of a carry, read before each iteration; the loop
+    ends when it is false. Its `length` is 0, and nothing reads its `index`.
     """
 
     serial: int
@@ -70,6 +106,8 @@ class Loop:
     body: tuple["Step", ...]
     scope: Scope
     marker: str = ""
+    guards: tuple[Guard, ...] = ()
+    condition: Var | None = None
 
     @property
     def outputs(self) -> tuple[Var, ...]:
@@ -108,10 +146,13 @@ def free_variables(steps: tuple[Step, ...]) -> tuple[Var, ...]:
 
 
 def step_inputs(step: Step) -> tuple[Operand, ...]:
-    """Operands of a step; for a loop its initial values and what its body reads from outside."""
+    """Operands of a step, those of its guards included.
+
+    For a loop its initial values and what its body reads from outside.
+    """
     match step:
         case Equation():
-            return step.inputs
+            return (*step.inputs, *(guard.index for guard in step.guards))
         case Loop():
             inside = {step.index, *(carry.inside for carry in step.carries)}
             known = inside.union(*(inner.outputs for inner in step.body))
@@ -139,18 +180,23 @@ def substitute(steps: tuple[Step, ...], new: Mapping[Var, Operand]) -> tuple[Ste
     def look(operand: Operand) -> Operand:
         return operand if isinstance(operand, Lit) else new.get(operand, operand)
 
+    def look_guards(guards: tuple[Guard, ...]) -> tuple[Guard, ...]:
+        return tuple(replace(guard, index=look(guard.index)) for guard in guards)
+
     def rewrite(step: Step) -> Step:
         match step:
             case Equation():
-                if not any(v in new for v in step.inputs if not isinstance(v, Lit)):
+                if not any(v in new for v in step_inputs(step) if not isinstance(v, Lit)):
                     return step
-                return replace(step, inputs=tuple(map(look, step.inputs)))
+                guards = look_guards(step.guards)
+                return replace(step, inputs=tuple(map(look, step.inputs)), guards=guards)
             case Loop():
                 carries = tuple(
                     replace(carry, init=look(carry.init), next=look(carry.next))
                     for carry in step.carries
                 )
-                return replace(step, carries=carries, body=substitute(step.body, new))
+                body = substitute(step.body, new)
+                return replace(step, carries=carries, body=body, guards=look_guards(step.guards))
 
     return tuple(map(rewrite, steps)) if new else steps
 

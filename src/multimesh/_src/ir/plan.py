@@ -18,11 +18,15 @@ Slot: TypeAlias = int
 
 @dataclass(frozen=True, slots=True)
 class SlotInfo:
-    """Type and place of the array in a slot."""
+    """Type and place of the array in a slot.
+
+    `var` is the variable of the program that it holds; -1 for literals and loop indices.
+    """
 
     aval: Any  # jax.core.ShapedArray: shape, dtype, weak_type
     sharding: NamedSharding
     label: str  # where the value comes from, for reports and errors
+    var: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +73,23 @@ class Copy:
     edge: str
 
 
-Step: TypeAlias = Run | Copy
+@dataclass(frozen=True, slots=True)
+class HostLoop:
+    """Runs a plan again and again, as long as a value says so that the host reads (R12).
+
+    The plan takes what the loop carries and then what it only reads, and gives what is carried on:
+    `inputs` has one slot per input of the plan, `outputs` one per output. `condition` is the
+    position of the value read. Carried inputs that the plan says are donated belong to the loop.
+    """
+
+    plan: "Plan"
+    condition: int
+    inputs: tuple[Slot, ...]
+    outputs: tuple[Slot, ...]
+    name: str
+
+
+Step: TypeAlias = Run | Copy | HostLoop
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,6 +39,7 @@ class TaskNode:
 class LoopNode:
     """A loop whose tasks run `length` times. `microbatch` says that a schedule may order them.
 
+    A `while` has a `condition`, the value inside of a carry, and runs as long as that is true.
     `spread` is for accumulators of rotating tasks: the carry, by iteration, that a carried variable
     stands for.
     """
@@ -50,6 +51,7 @@ class LoopNode:
     tasks: tuple["ProgramStep", ...]
     marker: str
     microbatch: bool
+    condition: Var | None = None
     spread: Mapping[Var, tuple[Var, ...]] = field(default_factory=dict[Var, tuple[Var, ...]])
 
     @property

@@ -81,6 +81,15 @@ ENTRIES = (
         without="nothing works: programs cannot be read",
     ),
     Entry(
+        file="jit_calls.py",
+        names=(
+            "jax._src.pjit._infer_params, _run_python_pjit, jit_trace, _cpp_pjit and what it asks",
+            "_fun and _jit_info of what jax.jit returns; jax._src.sharding_impls.UNSPECIFIED",
+        ),
+        versions=_ALL,
+        without="plain jax.jit inside a context stays plain JAX: mjit is needed",
+    ),
+    Entry(
         file="jit_hook.py",
         names=(
             "jax._src.pjit.jit_p with its impl and params, jax._src.sharding_impls.UNSPECIFIED",
@@ -100,7 +109,7 @@ ENTRIES = (
         names=(
             "jax._src.source_info_util.Transform",
             "jax._src.source_info_util.current_name_stack",
-            "jax._src.source_info_util.user_frame",
+            "jax._src.source_info_util.user_frames",
             "NameStack.stack",
         ),
         versions=_ALL,

@@ -74,6 +74,16 @@ def all_eqns(jaxpr: AnyJaxpr) -> Iterator[JaxprEqn]:
             yield from all_eqns(inner)
 
 
+def independent_results(jaxpr: AnyJaxpr) -> list[bool]:
+    """Returns for each result whether it is computed from no argument and no const."""
+    inner = open_jaxpr(jaxpr)
+    dependent = {*inner.constvars, *inner.invars}
+    for eqn in inner.eqns:
+        if any(not is_literal(atom) and atom in dependent for atom in eqn.invars):
+            dependent.update(eqn.outvars)
+    return [is_literal(atom) or atom not in dependent for atom in inner.outvars]
+
+
 class ScanParts(NamedTuple):
     """A scan as (consts, carry, xs) -> (carry, ys). `jaxpr` takes one slice of each of `xs`."""
 
@@ -140,6 +150,31 @@ def _rename_effects(effs: Any, renamed: Mapping[Atom, Atom]) -> Any:
         else eff
         for eff in effs
     }
+
+
+def conditional(
+    eqn: JaxprEqn, operands: Sequence[Any], results: Sequence[Any], branches: Sequence[ClosedJaxpr]
+) -> JaxprEqn:
+    """Returns the conditional `eqn` with other branches, in fresh variables.
+
+    Args:
+        eqn: A `cond` equation: its params, context and source line are kept.
+        operands: Types of the index and of what the branches take.
+        results: Types of what the branches give.
+        branches: The branches.
+    """
+    effs = {
+        eff
+        for branch in branches
+        for eff in branch.effects
+        if not isinstance(eff, effects.JaxprInputEffect)
+    }
+    return eqn.replace(
+        invars=list(map(new_var, operands)),
+        outvars=list(map(new_var, results)),
+        params={**eqn.params, "branches": tuple(branches)},
+        effects=effs,
+    )
 
 
 def debug_info(name: str, num_args: int, num_results: int) -> Any:

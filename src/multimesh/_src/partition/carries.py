@@ -12,11 +12,20 @@ three kinds or is a state that one forward stage alone reads and writes (R11).
 from collections.abc import Mapping
 from typing import Literal, TypeAlias
 
-from multimesh._src.ir.flat import Carry, Equation, Lit, Loop, Step, Var, producers
+from multimesh._src.ir.flat import Carry, Equation, Lit, Loop, Step, Var, producers, step_inputs
 
 CarryKind: TypeAlias = Literal["accumulated", "written", "last", "state"]
 
 _COMMUTATIVE = frozenset(("add", "add_any", "mul", "max", "min", "and", "or", "xor"))
+
+
+def classify_all(steps: tuple[Step, ...], place: Mapping[int, int]) -> dict[Var, CarryKind]:
+    """Gives the kind of every carry of the loops among `steps`, at any depth."""
+    kinds: dict[Var, CarryKind] = {}
+    for step in steps:
+        if isinstance(step, Loop):
+            kinds |= classify_carries(step, place) | classify_all(step.body, place)
+    return kinds
 
 
 def classify_carries(loop: Loop, place: Mapping[int, int]) -> dict[Var, CarryKind]:
@@ -28,7 +37,7 @@ def classify_carries(loop: Loop, place: Mapping[int, int]) -> dict[Var, CarryKin
     """
     users: dict[Var, list[Equation | Loop | Carry]] = {}
     for step in loop.body:
-        reads = step.inputs if isinstance(step, Equation) else ()
+        reads = step_inputs(step) if isinstance(step, Equation) else ()
         for var in reads:
             if not isinstance(var, Lit):
                 users.setdefault(var, []).append(step)
@@ -46,7 +55,8 @@ def classify_carries(loop: Loop, place: Mapping[int, int]) -> dict[Var, CarryKin
 def _reads(loop: Loop, var: Var) -> bool:
     inits = any(carry.init == var for carry in loop.carries)
     return inits or any(
-        _reads(step, var) if isinstance(step, Loop) else var in step.inputs for step in loop.body
+        _reads(step, var) if isinstance(step, Loop) else var in step_inputs(step)
+        for step in loop.body
     )
 
 

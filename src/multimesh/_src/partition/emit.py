@@ -6,10 +6,13 @@
 
 A value is copied once per distinct target, right after it is made; all values that one run sends to
 one submesh go in one copy. Arguments are copied before their first use elsewhere.
+
+The body of a `while` is a plan of its own. Everything that it reads from outside is an input of it,
+at each place where it is wanted, so that it crosses once and not in every iteration.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import jax
@@ -22,6 +25,7 @@ from multimesh._src.ir.plan import (
     Constant,
     Copy,
     Executable,
+    HostLoop,
     Input,
     Plan,
     Run,
@@ -29,9 +33,16 @@ from multimesh._src.ir.plan import (
     SlotInfo,
     Step,
 )
-from multimesh._src.ir.program import EVERYWHERE, Program
+from multimesh._src.ir.program import EVERYWHERE, Program, all_tasks
 from multimesh._src.partition.batches import Batch
-from multimesh._src.partition.events import Event, Instance, Item, LoopIndex
+from multimesh._src.partition.events import (
+    AnyEvent,
+    Event,
+    HostLoopEvent,
+    Instance,
+    Item,
+    LoopIndex,
+)
 from multimesh._src.partition.layouts import fit_spec
 
 Place: TypeAlias = tuple[int, PartitionSpec]
@@ -46,6 +57,23 @@ class ArgumentInfo:
     donated: bool
     batch: Batch | None
     block: Block | None
+
+
+@dataclass(slots=True)
+class _Outside:
+    """Of the body of a loop: the values that are its own, and inputs for all others it reads."""
+
+    own: set[Any]
+    inputs: dict[tuple[Instance, Place], Slot] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class _Body:
+    """The body of a `while`: its plan, where each carry lives, and what else it takes."""
+
+    plan: Plan
+    carried: tuple[Place, ...]
+    outside: tuple[tuple[Instance, Place], ...]
 
 
 @dataclass(slots=True)
@@ -64,6 +92,8 @@ class Emitter:
     steps: list[Step] = field(default_factory=list)
     input_slots: dict[Var, Slot] = field(default_factory=dict)
     shardings: dict[Place, NamedSharding] = field(default_factory=dict)
+    outside: _Outside | None = None
+    bodies: dict[int, _Body] = field(default_factory=dict)  # by the identity of their events
 
     # --- places ---------------------------------------------------------------------------------
 
@@ -94,7 +124,8 @@ class Emitter:
     # --- slots ----------------------------------------------------------------------------------
 
     def new_slot(self, item: Any, aval: Any, place: Place, label: str) -> Slot:
-        self.slots.append(SlotInfo(aval, self.sharding(place), label))
+        var = item.var if isinstance(item, Instance) else -1
+        self.slots.append(SlotInfo(aval, self.sharding(place), label, var))
         slot = len(self.slots) - 1
         self.slot_of[item, place] = slot
         self.places.setdefault(item, []).append(place)
@@ -112,6 +143,11 @@ class Emitter:
             if item.aval.weak_type:
                 value = value.item()  # JAX gives weak types to Python scalars alone
             return self._constant(key, value, place, "literal")
+        if self.outside is not None and item not in self.outside.own:
+            label = self.labels.get(item.var, "read by a loop")
+            slot = self.new_slot(item, self.program.avals[item.var], place, label)
+            self.outside.inputs[item, place] = slot
+            return slot
         if item.var in self.program.constants:
             return self._constant(key, self.program.constants[item.var], place, "constant")
         if key not in self.places:
@@ -151,6 +187,102 @@ class Emitter:
 
     # --- steps ----------------------------------------------------------------------------------
 
+    def fill(
+        self, events: Sequence[AnyEvent], results: Sequence[tuple[Item, Place | None]]
+    ) -> tuple[Slot, ...]:
+        """Appends all runs and copies; returns the slots of the results."""
+        targets = _targets(self, events, results)
+        for event in events:
+            if isinstance(event, HostLoopEvent):
+                self.host_loop(event, targets)
+            else:
+                self.run(event, targets)
+        copies: dict[tuple[int, int], list[Any]] = {}
+        outputs: list[Slot] = []
+        for item, place in results:
+            if place is None:
+                place = self.places.get(_key(item), [(EVERYWHERE, PartitionSpec())])[0]
+            outputs.append(self.provide(item, place, copies))
+        self.flush(copies)
+        return tuple(outputs)
+
+    def host_loop(self, event: HostLoopEvent, targets: Mapping[Any, Sequence[Place]]) -> None:
+        """Appends a `while`."""
+        body = self.body_of(event)
+        copies: dict[tuple[int, int], list[Any]] = {}
+        reads = [*zip(event.inits, body.carried, strict=True), *body.outside]
+        inputs = tuple(self.provide(item, place, copies) for item, place in reads)
+        self.flush(copies)
+        name = _name(event)
+        outputs = tuple(
+            self.new_slot(item, self.program.avals[item.var], place, f"{name} output {position}")
+            for position, (item, place) in enumerate(zip(event.results, body.carried, strict=True))
+        )
+        condition = next(
+            k for k, c in enumerate(event.loop.carries) if c.inside == event.loop.condition
+        )
+        self.steps.append(HostLoop(body.plan, condition, inputs, outputs, name))
+        for item in event.results:
+            for place in targets.get(item, ()):
+                self.provide(item, place, copies)
+        self.flush(copies)
+
+    def body_of(self, event: HostLoopEvent) -> _Body:
+        """The body of a `while`, made once."""
+        if id(event) not in self.bodies:
+            self.bodies[id(event)] = self._make_body(event)
+        return self.bodies[id(event)]
+
+    def _make_body(self, event: HostLoopEvent) -> _Body:
+        made = {item for inner in event.events for item in _made_by(inner)}
+        outside = _Outside({*event.insides, *made})
+        inner = Emitter(self.program, self.everywhere, self.labels, outside=outside)
+        carried = tuple(
+            self._carry_place(item, next_, init, event)
+            for item, next_, init in zip(event.insides, event.nexts, event.inits, strict=True)
+        )
+        starts = [
+            inner.new_slot(item, self.program.avals[item.var], place, "carried by a loop")
+            for item, place in zip(event.insides, carried, strict=True)
+        ]
+        outputs = inner.fill(event.events, list(zip(event.nexts, carried, strict=True)))
+        # What an iteration makes, and gives on once, the next one may write over.
+        donated = [
+            item in made and outputs.count(slot) == 1
+            for item, slot in zip(event.nexts, outputs, strict=True)
+        ]
+        slots = [*starts, *outside.inputs.values()]
+        donated += [False] * len(outside.inputs)
+        inputs = tuple(
+            Input(position, inner.slots[slot].label, (slot,), given)
+            for position, (slot, given) in enumerate(zip(slots, donated, strict=True))
+        )
+        return _Body(inner.finish(inputs, outputs), carried, tuple(outside.inputs))
+
+    def _carry_place(
+        self, inside: Instance, next_: Item, init: Item, event: HostLoopEvent
+    ) -> Place:
+        """A carry lives where its next value is made, else where it is read, else where it was."""
+        homes = self.program.home
+        home = homes.get(next_.var) if isinstance(next_, Instance) else None
+        if home is None:
+            readers = (e for e in event.events if isinstance(e, Event) and inside in e.inputs)
+            home = next((e.submesh for e in readers), None)
+        if home is None:
+            home = homes.get(init.var) if isinstance(init, Instance) else None
+        return self.place_on(inside.var, EVERYWHERE if home is None else home)
+
+    def finish(self, inputs: tuple[Input, ...], outputs: tuple[Slot, ...]) -> Plan:
+        """The plan of all that was appended."""
+        return Plan(
+            slots=tuple(self.slots),
+            inputs=inputs,
+            constants=tuple(self.constants),
+            executables=tuple(self.executables),
+            steps=tuple(self.steps),
+            outputs=outputs,
+        )
+
     def run(self, event: Event, targets: Mapping[Any, Sequence[Place]]) -> None:
         """Appends a run, with copies of what it reads before it and of what others read after."""
         task = event.task
@@ -189,6 +321,17 @@ class Emitter:
         return self.numbers[key]
 
 
+def _made_by(event: AnyEvent) -> tuple[Instance, ...]:
+    return event.results if isinstance(event, HostLoopEvent) else event.outputs
+
+
+def _name(event: HostLoopEvent) -> str:
+    """How reports and errors call a `while`: by its first and last task that has a scope."""
+    tasks = list(all_tasks(event.loop.tasks))
+    names = list(dict.fromkeys(t.name for t in tasks if t.name != "main")) or ["main"]
+    return f"while `{names[0]}` .. `{names[-1]}`" if len(names) > 1 else f"while `{names[0]}`"
+
+
 def _key(item: Item) -> Any:
     if isinstance(item, Lit):
         value = np.asarray(item.value)
@@ -199,7 +342,7 @@ def _key(item: Item) -> Any:
 
 def emit(
     program: Program,
-    events: Sequence[Event],
+    events: Sequence[AnyEvent],
     results: Sequence[tuple[Item, Place | None]],
     arguments: Sequence[ArgumentInfo],
     output_blocks: tuple[Block | None, ...],
@@ -217,39 +360,28 @@ def emit(
     """
     names = [info.name for info in arguments]
     emitter = Emitter(program, everywhere, dict(zip(program.arguments, names, strict=True)))
-    targets = _targets(emitter, events, results)
-    for event in events:
-        emitter.run(event, targets)
-    copies: dict[tuple[int, int], list[Any]] = {}
-    outputs: list[Slot] = []
-    for item, place in results:
-        if place is None:
-            place = emitter.places.get(_key(item), [(EVERYWHERE, PartitionSpec())])[0]
-        outputs.append(emitter.provide(item, place, copies))
-    emitter.flush(copies)
-    inputs = tuple(_inputs(arguments, emitter))
-    return Plan(
-        slots=tuple(emitter.slots),
-        inputs=inputs,
-        constants=tuple(emitter.constants),
-        executables=tuple(emitter.executables),
-        steps=tuple(emitter.steps),
-        outputs=tuple(outputs),
-        output_blocks=output_blocks,
-    )
+    outputs = emitter.fill(events, results)
+    plan = emitter.finish(tuple(_inputs(arguments, emitter)), outputs)
+    return replace(plan, output_blocks=output_blocks)
 
 
 def _targets(
     emitter: Emitter,
-    events: Sequence[Event],
+    events: Sequence[AnyEvent],
     results: Sequence[tuple[Item, Place | None]],
 ) -> dict[Any, list[Place]]:
     """Where each made value is wanted besides where it is made, in order of first use."""
-    made = {
-        item: emitter.place_on(item.var, event.submesh)
-        for event in events
-        for item in event.outputs
-    }
+    made: dict[Item, Place] = {}
+    reads: list[tuple[Item, Place | None]] = []
+    for event in events:
+        if isinstance(event, HostLoopEvent):
+            body = emitter.body_of(event)
+            made |= zip(event.results, body.carried, strict=True)
+            reads += [*zip(event.inits, body.carried, strict=True), *body.outside]
+            continue
+        made |= {item: emitter.place_on(item.var, event.submesh) for item in event.outputs}
+        places = (emitter.place_on(var, event.submesh) for var in event.task.inputs)
+        reads += zip(event.inputs, places, strict=True)
     targets: dict[Any, list[Place]] = {}
 
     def want(item: Item, place: Place | None) -> None:
@@ -258,10 +390,7 @@ def _targets(
             if place not in places:
                 places.append(place)
 
-    for event in events:
-        for item, var in zip(event.inputs, event.task.inputs, strict=True):
-            want(item, emitter.place_on(var, event.submesh))
-    for item, place in results:
+    for item, place in (*reads, *results):
         want(item, place)
     return targets
 

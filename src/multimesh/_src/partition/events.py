@@ -48,6 +48,24 @@ class Event:
     group: int = -1  # see `ir.plan.Run`
 
 
+@dataclass(frozen=True, slots=True)
+class HostLoopEvent:
+    """One run of a `while`: `events` are those of an iteration, on the values `insides`.
+
+    Inits, insides, nexts and results are in the order of the loop's carries.
+    """
+
+    loop: LoopNode
+    inits: tuple[Item, ...]
+    insides: tuple[Instance, ...]
+    nexts: tuple[Item, ...]
+    results: tuple[Instance, ...]
+    events: tuple["AnyEvent", ...]
+
+
+AnyEvent: TypeAlias = Event | HostLoopEvent
+
+
 class ScheduledRun(NamedTuple):
     """A task in one iteration of a scheduled loop."""
 
@@ -65,7 +83,7 @@ class _Walk:
 
     runs_of: Mapping[int, Runs]
     submeshes: Sequence[Submesh]
-    events: list[Event] = field(default_factory=list)
+    events: list[AnyEvent] = field(default_factory=list)
     current: dict[Var, Item] = field(default_factory=dict)
     depth: dict[Var, int] = field(default_factory=dict)
 
@@ -91,7 +109,22 @@ class _Walk:
             else:
                 self.loop(step, iterations)
 
+    def host_loop(self, loop: LoopNode, iterations: tuple[int, ...]) -> None:
+        inits = tuple(self.look(carry.init, iterations) for carry in loop.carries)
+        self.depth.update((carry.inside, len(iterations)) for carry in loop.carries)
+        insides = tuple(Instance(carry.inside, iterations) for carry in loop.carries)
+        outer, self.events = self.events, []
+        self.steps(loop.tasks, iterations)
+        events, self.events = tuple(self.events), outer
+        nexts = tuple(self.look(carry.next, iterations) for carry in loop.carries)
+        self.depth.update((carry.result, len(iterations)) for carry in loop.carries)
+        results = tuple(Instance(carry.result, iterations) for carry in loop.carries)
+        self.events.append(HostLoopEvent(loop, inits, insides, nexts, results, events))
+
     def loop(self, loop: LoopNode, iterations: tuple[int, ...]) -> None:
+        if loop.condition is not None:
+            self.host_loop(loop, iterations)
+            return
         inits = {carry.inside: self.look(carry.init, iterations) for carry in loop.carries}
         self.current.update(inits)
         runs = self.runs_of.get(loop.index)
@@ -186,7 +219,7 @@ def walk(
     results: tuple[Operand, ...],
     submeshes: Sequence[Submesh],
     runs_of: Callable[[LoopNode], Runs | None],
-) -> tuple[tuple[Event, ...], tuple[Item, ...]]:
+) -> tuple[tuple[AnyEvent, ...], tuple[Item, ...]]:
     """Returns all runs of all tasks in order, and what each result is.
 
     Args:

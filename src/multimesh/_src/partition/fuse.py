@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 
 from jax.sharding import PartitionSpec
 
-from multimesh._src.ir.plan import Copy, Executable, Plan, Run, Slot, Step
+from multimesh._src.ir.plan import Copy, Executable, HostLoop, Plan, Run, Slot, Step
 from multimesh._src.jax_compat import jaxprs
 
 Wiring: TypeAlias = tuple[tuple[int, ...], ...]
@@ -29,6 +29,10 @@ def fuse_runs(plan: Plan) -> Plan:
     steps: list[Step] = []
     for chunk in _chunks(plan.steps):
         steps += fuser.fuse(chunk)
+    steps = [
+        replace(step, plan=fuse_runs(step.plan)) if isinstance(step, HostLoop) else step
+        for step in steps
+    ]
     return replace(plan, steps=tuple(steps), executables=tuple(fuser.executables))
 
 
@@ -36,7 +40,7 @@ def _readers(plan: Plan) -> dict[Slot, set[int]]:
     """Which steps read a slot, by position; -1 stands for the caller."""
     readers: dict[Slot, set[int]] = {slot: {-1} for slot in plan.outputs}
     for position, step in enumerate(plan.steps):
-        for slot in step.inputs if isinstance(step, Run) else step.sources:
+        for slot in step.sources if isinstance(step, Copy) else step.inputs:
             readers.setdefault(slot, set()).add(position)
     return readers
 

@@ -8,11 +8,17 @@
 Inner jits and custom derivatives are always inlined, and so is a remat region in a forward pass. A
 remat region that recomputes is cut when it touches several submeshes (R20), and so is a scan (R11);
 otherwise both stay one equation, unless tasks are never to be fused: then a scan of several tasks
-is cut too. A scan over layers (`scanned=True`) is written out, layer by layer.
+is cut too. A scan over layers (`scanned=True`) is written out, layer by layer. A conditional that
+touches several submeshes, or none that is known yet, is opened: its branches stand under guards,
+and `partition.branches` makes one conditional per submesh of them (R12). A `while` that touches
+several submeshes becomes a loop that carries its own condition:
+
+    while test(c): c = body(c)                 ->         loop while p, p = test c0, c = c0:
+                                                            c' = body c ; p' = test c'
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -23,7 +29,17 @@ from jax import lax
 from multimesh._src.frontend.markers import microbatch_marker
 from multimesh._src.frontend.scopes import in_iteration, scope_of_equation
 from multimesh._src.frontend.tracing import TracedFunction
-from multimesh._src.ir.flat import Carry, Equation, FlatProgram, Lit, Loop, Operand, Step, Var
+from multimesh._src.ir.flat import (
+    Carry,
+    Equation,
+    FlatProgram,
+    Guard,
+    Lit,
+    Loop,
+    Operand,
+    Step,
+    Var,
+)
 from multimesh._src.ir.scope import Scope
 from multimesh._src.jax_compat import jaxprs
 from multimesh._src.partition.seeds import Seeds
@@ -32,6 +48,7 @@ _CALLS = frozenset(
     ("jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "remat_call")
 )
 REMAT = frozenset(("checkpoint", "remat", "remat2"))
+_MAX_SCALARS = 16  # elements up to which a conditional without tasks is not worth cutting
 
 
 def inline(traced: TracedFunction, seeds: Seeds) -> FlatProgram:
@@ -68,6 +85,9 @@ class Builder:
     constants: dict[Var, Any] = field(default_factory=dict)
     steps: list[Step] = field(default_factory=list)
     num_steps: int = 0
+    guards: tuple[Guard, ...] = ()  # the branches around what is appended
+    _callers: tuple[Any, ...] = ()
+    _emits: bool = False
     _constant_of: dict[int, Var] = field(default_factory=dict)
     _pieces: dict[Var, list[Operand]] = field(default_factory=dict)  # of stacks made here
 
@@ -114,17 +134,42 @@ class Builder:
         return [read(atom) for atom in outvars]
 
     def _inline_equation(self, eqn: Any, inputs: list[Operand], scope: Scope) -> Sequence[Operand]:
+        opens = self._opener(eqn, scope)
+        if opens is not None:
+            outside, self._callers = self._callers, (eqn, *self._callers)
+            results = opens(eqn, inputs, scope)
+            self._callers = outside
+            return results
+        outputs = tuple(self.new(var.aval) for var in eqn.outvars)
+        self.steps.append(
+            Equation(
+                self.serial(),
+                eqn,
+                tuple(inputs),
+                outputs,
+                scope,
+                guards=self.guards,
+                callers=self._callers,
+                emitted=self._emits,
+            )
+        )
+        return outputs
+
+    def _opener(self, eqn: Any, scope: Scope) -> Callable[..., Sequence[Operand]] | None:
+        """What opens an equation with a program inside; None where it stays whole."""
         name = eqn.primitive.name
         if name in _CALLS or (name in REMAT and self._is_open(eqn, scope)):
-            return self._inline_call(eqn, inputs, scope)
+            return self._inline_call
         runs = name == "scan" and eqn.params["length"] > 0  # an empty stack has no slices
         if runs and self.seeds.has_layers(eqn, scope):
-            return self._write_out(eqn, inputs, scope)
+            return self._write_out
         if runs and self._is_cut(eqn, scope):
-            return self._inline_scan(eqn, inputs, scope)
-        outputs = tuple(self.new(var.aval) for var in eqn.outvars)
-        self.steps.append(Equation(self.serial(), eqn, tuple(inputs), outputs, scope))
-        return outputs
+            return self._inline_scan
+        if name == "cond" and self._is_spread(eqn, scope):
+            return self._inline_cond
+        if name == "while" and self.seeds.num_submeshes_inside(eqn, scope) > 1:
+            return self._inline_while
+        return None
 
     def _is_cut(self, eqn: Any, scope: Scope) -> bool:
         """Whether a scan becomes a loop of tasks; one whole task is faster where it can be."""
@@ -136,6 +181,14 @@ class Builder:
         """Whether a remat region is cut; one that is not differentiated recomputes nothing."""
         recomputes = eqn.params.get("differentiated", True)
         return not recomputes or self.seeds.num_submeshes_inside(eqn, scope) > 1
+
+    def _is_spread(self, eqn: Any, scope: Scope) -> bool:
+        """Whether a conditional is cut: where no task is inside, its operands may lie anywhere."""
+        if set(eqn.params) != {"branches"}:
+            return False  # chosen by platform, which only lowering knows
+        num_submeshes = self.seeds.num_submeshes_inside(eqn, scope)
+        large = any(var.aval.size > _MAX_SCALARS for var in eqn.outvars)
+        return num_submeshes > 1 or (num_submeshes == 0 and large)
 
     def _inline_call(self, eqn: Any, inputs: list[Operand], scope: Scope) -> list[Operand]:
         inner = jaxprs.sub_jaxprs(eqn.params)[0]
@@ -156,7 +209,10 @@ class Builder:
         structs = [
             jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type) for aval in avals
         ]
-        return self.inline_closed(jax.make_jaxpr(function)(*structs), inputs, scope)
+        before, self._emits = self._emits, True
+        made = self.inline_closed(jax.make_jaxpr(function)(*structs), inputs, scope)
+        self._emits = before
+        return made
 
     def aval(self, operand: Operand) -> Any:
         """The type of an operand."""
@@ -203,9 +259,64 @@ class Builder:
         )
         own = scope_of_equation(eqn).markers
         marker = next((m for m in own if microbatch_marker(m) is not None), "")
-        loop = Loop(self.serial(), length, index, carries, tuple(body), scope, marker)
+        loop = Loop(self.serial(), length, index, carries, tuple(body), scope, marker, self.guards)
         self.steps.append(loop)
         return outputs
+
+    def _inline_while(self, eqn: Any, inputs: list[Operand], scope: Scope) -> Sequence[Operand]:
+        # (condition's consts, body's consts, init) -> carry; the condition is carried as well
+        params = eqn.params
+        first, second = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
+        tests, consts, inits = inputs[:first], inputs[first:second], inputs[second:]
+        inits += self.inline_closed(params["cond_jaxpr"], [*tests, *inits], scope)
+        inits.append(self._any(inits[-1], scope))
+        outer, self.steps = self.steps, []
+        types = [*(var.aval for var in eqn.outvars), self.aval(inits[-2]), self.aval(inits[-1])]
+        inside = [self.new(aval) for aval in types]
+        *olds, flags, condition = inside
+        nexts = self.inline_closed(params["body_jaxpr"], [*consts, *olds], scope)
+        if self.avals[flags].ndim:
+            triples = ([flags, next_, old] for next_, old in zip(nexts, olds, strict=True))
+            nexts = [self.emit(_where, triple, scope)[0] for triple in triples]
+        nexts += self.inline_closed(params["cond_jaxpr"], [*tests, *nexts], scope)
+        nexts.append(self._any(nexts[-1], scope))
+        body, self.steps = self.steps, outer
+        outputs = [self.new(aval) for aval in types]
+        carries = tuple(map(Carry, inits, inside, nexts, outputs))
+        index = self.new(jax.typeof(np.int32(0)))
+        loop = Loop(
+            self.serial(), 0, index, carries, tuple(body), scope, "", self.guards, condition
+        )
+        self.steps.append(loop)
+        return outputs[:-2]
+
+    def _any(self, flags: Operand, scope: Scope) -> Operand:
+        """Whether one of the flags is true: under `vmap` a condition has one per element."""
+        return self.emit(jnp.any, [flags], scope)[0] if self.aval(flags).ndim else flags
+
+    def _inline_cond(self, eqn: Any, inputs: list[Operand], scope: Scope) -> Sequence[Operand]:
+        index, *operands = inputs
+        branches = eqn.params["branches"]
+        if isinstance(index, Lit):
+            taken = min(max(int(index.value), 0), len(branches) - 1)
+            return self.inline_closed(branches[taken], operands, scope)
+        outer, guard = self.guards, Guard(self.serial(), index, -1, eqn)
+        results: list[list[Operand]] = []
+        for number, branch in enumerate(branches):
+            self.guards = (*outer, replace(guard, branch=number))
+            results.append(self.inline_closed(branch, operands, scope))
+        self.guards = outer
+        return [self._choose(guard, options, scope) for options in zip(*results, strict=True)]
+
+    def _choose(self, guard: Guard, options: Sequence[Operand], scope: Scope) -> Operand:
+        first, *others = options
+        if not isinstance(first, Lit) and all(other == first for other in others):
+            return first
+        (result,) = self.emit(lax.select_n, [guard.index, *options], scope)
+        step = self.steps[-1]
+        assert isinstance(step, Equation)
+        self.steps[-1] = replace(step, chooses=guard)
+        return result
 
     def _write_out(self, eqn: Any, inputs: list[Operand], scope: Scope) -> Sequence[Operand]:
         """Appends every iteration of a scan over layers, for each has a submesh of its own.
@@ -263,6 +374,12 @@ def read_slot(stack: jax.Array, index: jax.Array) -> jax.Array:
     starts = (index, *(np.int32(0),) * (stack.ndim - 1))
     piece = lax.dynamic_slice_p.bind(stack, *starts, slice_sizes=(1, *stack.shape[1:]))
     return lax.squeeze(piece, (0,))
+
+
+def _where(flags: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
+    """Chooses by the leading dims."""
+    mask = lax.broadcast_in_dim(flags, new.shape, tuple(range(flags.ndim)))
+    return lax.select(mask, new, old)
 
 
 def write_slot(stack: jax.Array, value: jax.Array, index: jax.Array) -> jax.Array:

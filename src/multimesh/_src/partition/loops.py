@@ -88,7 +88,8 @@ def _simplify_steps(
         (loop,) = substitute((replace(loop, body=tuple(builder.steps)),), renamed)
         assert isinstance(loop, Loop)
         builder.steps = outer
-        loop = _extract_counters(loop, builder, renamed)
+        if loop.condition is None:
+            loop = _extract_counters(loop, builder, renamed)
         if hoist:
             loop = _hoist_invariants(loop, builder)
         builder.steps.append(loop)
@@ -114,6 +115,7 @@ def _extract_counters(loop: Loop, builder: Builder, renamed: dict[Var, Operand])
         return loop
     carries, equations, outside = chain
     inputs = [carry.init for carry in carries]
+    builder.guards = loop.guards
     stacks = _emit_counter_scan(loop, carries, equations, outside, inputs, builder)
     finals, stacked = stacks[: len(carries)], stacks[len(carries) :]
     renamed |= {carry.result: final for carry, final in zip(carries, finals, strict=True)}
@@ -123,7 +125,7 @@ def _extract_counters(loop: Loop, builder: Builder, renamed: dict[Var, Operand])
         carry.inside: builder.emit(read_slot, [stack, loop.index], loop.scope)[0]
         for carry, stack in zip(carries, stacked, strict=True)
     }
-    reads, builder.steps = tuple(builder.steps), outer
+    reads, builder.steps, builder.guards = tuple(builder.steps), outer, ()
     rest = tuple(carry for carry in loop.carries if carry not in carries)
     (sliced,) = substitute((replace(loop, carries=rest),), slices)
     assert isinstance(sliced, Loop)
@@ -186,6 +188,8 @@ def _chain_of(
         if step is None or step.serial in found:
             continue  # a small value from outside the loop
         if isinstance(step, Loop) or has_effect(step) or builder.seeds.of_equation(step):
+            return None
+        if step.guards != loop.guards or step.chooses:
             return None
         found[step.serial] = step
         todo += step.inputs

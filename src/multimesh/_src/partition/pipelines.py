@@ -7,19 +7,18 @@ loop i < 8: x' = layer0(x) ; x'' = layer1(x')                       sequential: 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from multimesh._src.ir.flat import FlatProgram, Lit, Loop, Step, Var
+from multimesh._src.ir.flat import Lit, Var
 from multimesh._src.ir.program import LoopNode, ProgramStep, TaskNode
 from multimesh._src.ir.submesh import Submesh
 from multimesh._src.partition.backward import Numbers, split_backward
-from multimesh._src.partition.carries import CarryKind, classify_carries
+from multimesh._src.partition.carries import CarryKind
 from multimesh._src.partition.rotate import spread_accumulators
 from multimesh._src.partition.stages import Pipeline, find_stages
 
 
 def find_pipelines(
     steps: tuple[ProgramStep, ...],
-    program: FlatProgram,
-    place: Mapping[int, int],
+    kinds: Mapping[Var, CarryKind],
     given: Mapping[int, int | None],
     submeshes: Sequence[Submesh],
     splits: Callable[[LoopNode, Pipeline], bool],
@@ -31,23 +30,20 @@ def find_pipelines(
 
     Args:
         steps: Tasks and loops of the program.
-        program: The flat program that they come from.
-        place: Submesh of each equation, by serial.
+        kinds: What the program's loops do with each value that they carry.
         given: `Task.stage` of each task, by index.
         submeshes: All submeshes.
         splits: Whether the schedule of a loop has W actions.
         numbers: Where new variables and task numbers come from.
     """
-    kinds: dict[Var, CarryKind] = {}
-    for loop in _flat_loops(program.steps):
-        kinds |= classify_carries(loop, place)
     pipelines: dict[int, Pipeline] = {}
 
     def visit(step: ProgramStep) -> tuple[ProgramStep, ...]:
         if isinstance(step, TaskNode):
             return (step,)
         tasks = [inner for inner in step.tasks if isinstance(inner, TaskNode)]
-        whole = len(tasks) == len(step.tasks)  # no loop inside touches several submeshes itself
+        # no loop inside touches several submeshes itself, and the number of iterations is known
+        whole = len(tasks) == len(step.tasks) and step.condition is None
         pipeline = _pipeline_of(step, tasks, kinds, given, submeshes) if whole else None
         if pipeline is None:
             inner = (found for task in step.tasks for found in visit(task))
@@ -63,11 +59,6 @@ def find_pipelines(
         return spread_accumulators(staged, submeshes, numbers)
 
     return tuple(found for step in steps for found in visit(step)), pipelines
-
-
-def _flat_loops(steps: tuple[Step, ...]) -> list[Loop]:
-    loops = [step for step in steps if isinstance(step, Loop)]
-    return [found for loop in loops for found in (loop, *_flat_loops(loop.body))]
 
 
 def _pipeline_of(

@@ -40,6 +40,10 @@ def _is_needed(equation: Equation, live: set[Var]) -> bool:
 
 def _prune_loop(loop: Loop, live: set[Var]) -> Loop | None:
     wanted = {carry.inside for carry in loop.carries if carry.result in live}
+    if loop.condition is not None:
+        if not wanted and not has_effect(loop):
+            return None
+        wanted.add(loop.condition)
     while True:
         carries = tuple(carry for carry in loop.carries if carry.inside in wanted)
         body, read = _prune_steps(loop.body, [carry.next for carry in carries])

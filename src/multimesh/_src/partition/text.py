@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from multimesh._src.ir.flat import FlatProgram, Lit, Loop, Operand, Step
-from multimesh._src.ir.plan import Copy, Plan
+from multimesh._src.ir.plan import Copy, HostLoop, Plan
 from multimesh._src.ir.program import EVERYWHERE, LoopNode, Program, ProgramStep
 
 
@@ -30,7 +30,7 @@ def _flat_lines(
     for step in steps:
         if isinstance(step, Loop):
             carries = ", ".join(f"%{c.inside} = {_operand(c.init)}" for c in step.carries)
-            yield f"{indent}loop %{step.index} < {step.length}: {carries}"
+            yield f"{indent}loop {_until(step.index, step.length, step.condition)}: {carries}"
             yield from _flat_lines(step.body, avals, place, indent + "  ")
             nexts = ", ".join(f"%{c.result} <- {_operand(c.next)}" for c in step.carries)
             yield f"{indent}end {nexts}"
@@ -42,7 +42,8 @@ def _flat_lines(
         where = (
             "" if place is None else f" @{place[step.serial]}" if step.serial in place else " @-"
         )
-        yield f"{indent}{outputs} = {step.primitive} {inputs}{where}{scope}"
+        guards = "".join(f" if {_operand(g.index)} == {g.branch}" for g in step.guards)
+        yield f"{indent}{outputs} = {step.primitive} {inputs}{where}{scope}{guards}"
 
 
 def print_program(program: Program) -> str:
@@ -62,9 +63,10 @@ def print_program(program: Program) -> str:
 def _program_lines(steps: tuple[ProgramStep, ...], program: Program, indent: str) -> Iterator[str]:
     for step in steps:
         if isinstance(step, LoopNode):
-            kind = "microbatches" if step.microbatch else "iterations"
+            kind = " microbatches" if step.microbatch else "" if step.condition else " iterations"
             carries = ", ".join(f"%{c.inside} = {_operand(c.init)}" for c in step.carries)
-            yield f"{indent}loop %{step.loop_index} < {step.length} {kind}: {carries}"
+            head = _until(step.loop_index, step.length, step.condition)
+            yield f"{indent}loop {head}{kind}: {carries}"
             yield from _program_lines(step.tasks, program, indent + "  ")
             nexts = ", ".join(f"%{c.result} <- {_operand(c.next)}" for c in step.carries)
             yield f"{indent}end {nexts}"
@@ -98,11 +100,18 @@ def print_plan(plan: Plan) -> str:
     for step in plan.steps:
         if isinstance(step, Copy):
             lines.append(f"copy {step.edge}: {_slots(step.sources)} => {_slots(step.targets)}")
+        elif isinstance(step, HostLoop):
+            lines.append(f"{step.name}: {_slots(step.inputs)} -> {_slots(step.outputs)}")
+            lines += [f"  {line}" for line in print_plan(step.plan).splitlines()]
         else:
             name = step.task if step.iteration < 0 else f"{step.task}[{step.iteration}]"
             lines.append(f"run {name}: {_slots(step.inputs)} -> {_slots(step.outputs)}")
     lines.append(f"return {_slots(plan.outputs)}")
     return "\n".join(lines)
+
+
+def _until(index: int, length: int, condition: int | None) -> str:
+    return f"%{index} < {length}" if condition is None else f"while %{condition}"
 
 
 def _slots(slots: tuple[int, ...]) -> str:

@@ -55,6 +55,8 @@ def _merge_steps(steps: tuple[Step, ...]) -> tuple[Step, ...]:
 
 def _merged(first: Loop, between: Sequence[Step], second: Loop) -> list[Step] | None:
     """What stands for the two loops and the steps between them; None if they stay apart."""
+    if first.condition is not None or second.condition is not None:
+        return None
     if first.length != second.length or second.scope.transposes <= first.scope.transposes:
         return None
     if len({first.marker, second.marker} - {""}) > 1:

@@ -22,7 +22,8 @@ from multimesh._src.errors import ConfigError, message
 from multimesh._src.frontend.tracing import TracedFunction
 from multimesh._src.partition.pipeline import Partitioned, partition
 from multimesh._src.report.labels import unique_labels
-from multimesh._src.report.program import make_report
+from multimesh._src.report.make import make_report
+from multimesh._src.report.opened import open_loops
 from multimesh._src.runtime.buffers import plan_buffers
 from multimesh._src.runtime.compile import stablehlo
 
@@ -64,7 +65,7 @@ class Dump:
         """Writes the StableHLO of every program that a call runs."""
         folder = self.folder / "programs"
         folder.mkdir()
-        programs = stablehlo(plan_buffers(partitioned.plan))
+        programs = stablehlo(plan_buffers(open_loops(partitioned.plan)))
         labels = unique_labels([name for name, _ in programs])
         for label, (_, text) in zip(labels, programs, strict=True):
             (folder / f"{_file_name(label)}.stablehlo.txt").write_text(text)

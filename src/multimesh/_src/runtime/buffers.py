@@ -19,8 +19,9 @@ where they are, and all slots of one argument.
 Where donation is right for most runs of an executable but not for some (an accumulator that starts
 from an array of the caller), these runs get a private copy of the argument; where it is right for
 half of them or fewer, it is given up. Private copies also keep results apart that would share a
-buffer with a constant, an undonated argument or another result. An argument that the plan returns
-as it is stays the caller's own array.
+buffer with a constant, an undonated argument or another result, and they are what a host loop gets
+that may write over what it carries, unless that dies there. An argument that the plan returns as it
+is stays the caller's own array.
 """
 
 from collections import Counter, defaultdict
@@ -31,7 +32,7 @@ from typing import Any, TypeAlias
 
 import jax
 
-from multimesh._src.ir.plan import Copy, Executable, Plan, Run, Slot, Step
+from multimesh._src.ir.plan import Copy, Executable, HostLoop, Plan, Run, Slot, Step
 from multimesh._src.ir.submesh import Submesh
 from multimesh._src.jax_compat.avals import no_ambient_mesh
 from multimesh._src.runtime.donation import Pairs, pair_donations, runs_of
@@ -70,14 +71,15 @@ def plan_buffers(plan: Plan, shared: Sharing | None = None) -> BufferedPlan:
     """
     if shared is None:
         shared = {step: _overlaps(plan, step) for step in plan.steps if isinstance(step, Copy)}
-    plan = _separate_results(plan, shared)
+    plan = _own_carries(_separate_results(plan, shared), shared)
     lives = _lives(plan, shared)
     allowed = _allowed_donations(plan, lives)
     donations = pair_donations(plan, allowed)
     plan = _copy_for_donation(plan, donations, allowed)
     lives = _lives(plan, shared)
     donations += ((),) * (len(plan.executables) - len(donations))
-    return BufferedPlan(plan, _frees(plan, lives), donations, _kept_inputs(plan, lives))
+    kept = _kept_inputs(plan, _lives(plan, shared, unrun=True))
+    return BufferedPlan(plan, _frees(plan, lives), donations, kept)
 
 
 # --- lives ---------------------------------------------------------------------------------------
@@ -91,14 +93,15 @@ class _Lives:
     foreign: frozenset[int]  # groups with a constant or an argument that was not donated
 
 
-def _lives(plan: Plan, shared: Sharing) -> _Lives:
+def _lives(plan: Plan, shared: Sharing, *, unrun: bool = False) -> _Lives:
+    """Finds the lives of all slots; `unrun` assumes that no host loop has an iteration."""
     last = [-1] * len(plan.slots)
     for index, step in enumerate(plan.steps):
         for slot in chain(reads(step), writes(step)):
             last[slot] = index
     for slot in plan.outputs:
         last[slot] = _NEVER
-    group = _alias_groups(plan, shared)
+    group = _alias_groups(plan, shared, unrun)
     group_last: dict[int, int] = defaultdict(lambda: -1)
     for slot, number in enumerate(group):
         group_last[number] = max(group_last[number], last[slot])
@@ -110,15 +113,15 @@ def _lives(plan: Plan, shared: Sharing) -> _Lives:
 
 def reads(step: Step) -> tuple[Slot, ...]:
     """Returns the slots that a step reads."""
-    return step.inputs if isinstance(step, Run) else step.sources
+    return step.sources if isinstance(step, Copy) else step.inputs
 
 
 def writes(step: Step) -> tuple[Slot, ...]:
     """Returns the slots that a step fills."""
-    return step.outputs if isinstance(step, Run) else step.targets
+    return step.targets if isinstance(step, Copy) else step.outputs
 
 
-def _alias_groups(plan: Plan, shared: Sharing) -> tuple[int, ...]:
+def _alias_groups(plan: Plan, shared: Sharing, unrun: bool) -> tuple[int, ...]:
     parent = list(range(len(plan.slots)))
 
     def root(slot: Slot) -> Slot:
@@ -126,12 +129,12 @@ def _alias_groups(plan: Plan, shared: Sharing) -> tuple[int, ...]:
             parent[slot] = slot = parent[parent[slot]]
         return slot
 
-    for first, second in _sharing_slots(plan, shared):
+    for first, second in _sharing_slots(plan, shared, unrun):
         parent[root(second)] = root(first)
     return tuple(root(slot) for slot in range(len(plan.slots)))
 
 
-def _sharing_slots(plan: Plan, shared: Sharing) -> Iterator[tuple[Slot, Slot]]:
+def _sharing_slots(plan: Plan, shared: Sharing, unrun: bool) -> Iterator[tuple[Slot, Slot]]:
     """Yields pairs of slots that may share a buffer."""
     for entry in plan.inputs:
         yield from ((entry.slots[0], slot) for slot in entry.slots[1:])
@@ -139,6 +142,13 @@ def _sharing_slots(plan: Plan, shared: Sharing) -> Iterator[tuple[Slot, Slot]]:
         if isinstance(step, Copy):
             flags = zip(step.sources, step.targets, shared[step], strict=True)
             yield from ((source, target) for source, target, shares in flags if shares)
+        elif isinstance(step, HostLoop):
+            if unrun:  # the results are what went in
+                yield from zip(step.inputs, step.outputs, strict=False)
+            # a carry that no iteration makes may be passed on for ever
+            kept = [k for k, entry in enumerate(step.plan.inputs) if not entry.donated]
+            results = [slot for k, slot in enumerate(step.outputs) if k in kept]
+            yield from ((step.inputs[k], slot) for slot in results for k in kept)
 
 
 def _overlaps(plan: Plan, step: Copy) -> tuple[bool, ...]:
@@ -247,6 +257,28 @@ def _separate_results(plan: Plan, shared: Sharing) -> Plan:
         return plan
     outputs = tuple(renamed.get(slot, slot) for slot in plan.outputs)
     return rewriter.finish((*plan.steps, *copies), outputs)
+
+
+def _own_carries(plan: Plan, shared: Sharing) -> Plan:
+    """Puts private copies before loops that would write over an array that is not theirs."""
+    if not any(isinstance(step, HostLoop) for step in plan.steps):
+        return plan
+    lives = _lives(plan, shared)
+    rewriter, steps = _Rewriter(plan), []
+    for index, step in enumerate(plan.steps):
+        if isinstance(step, HostLoop):
+            inputs = list(step.inputs)
+            uses = Counter(lives.group[slot] for slot in inputs)
+            for position, entry in enumerate(step.plan.inputs):
+                group = lives.group[inputs[position]]
+                dies = lives.group_last[group] == index and uses[group] == 1
+                if entry.donated and not (dies and group not in lives.foreign):
+                    copy = rewriter.copy(inputs[position])
+                    steps.append(copy)
+                    inputs[position] = copy.outputs[0]
+            step = replace(step, inputs=tuple(inputs))
+        steps.append(step)
+    return rewriter.finish(steps, plan.outputs)
 
 
 def _copy_for_donation(plan: Plan, donations: Sequence[Pairs], allowed: Allowed) -> Plan:

@@ -66,20 +66,28 @@ class _Program:
         return (*taking, *others)
 
 
-def compile_executables(buffered: BufferedPlan) -> tuple[CompiledExecutable | None, ...]:
+def compile_executables(
+    buffered: BufferedPlan, done: dict[Any, CompiledExecutable] | None = None
+) -> tuple[CompiledExecutable | None, ...]:
     """Compiles every executable that some step runs; None stands for the others.
+
+    Args:
+        buffered: The plan.
+        done: What is compiled already, for several plans of one program; grows.
 
     Raises:
         ExecutionError: XLA cannot compile one of them; the cause is chained.
     """
     programs = _programs(buffered)
-    distinct = {program.key(): program for program in programs if program is not None}
+    done = {} if done is None else done
+    wanted = {program.key(): program for program in programs if program is not None}
+    distinct = {key: program for key, program in wanted.items() if key not in done}
     with paused_collector(), shardy_enabled(), no_ambient_mesh():
         lowered = {key: _lower(program) for key, program in distinct.items()}
     compiled = _compile_all({key: (distinct[key].executable.name, lowered[key]) for key in lowered})
     counters.compiles += len(compiled)
-    made = {key: _finish(distinct[key], compiled[key]) for key in distinct}
-    return tuple(None if program is None else made[program.key()] for program in programs)
+    done.update((key, _finish(distinct[key], compiled[key])) for key in distinct)
+    return tuple(None if program is None else done[program.key()] for program in programs)
 
 
 def stablehlo(buffered: BufferedPlan) -> tuple[tuple[str, str], ...]:

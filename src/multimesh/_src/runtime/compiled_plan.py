@@ -1,6 +1,6 @@
 """A plan, compiled: what a step call runs."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,23 +8,12 @@ import jax
 from jax.sharding import Sharding
 
 from multimesh._src.collector import paused_collector
-from multimesh._src.ir.plan import Copy, Plan
-from multimesh._src.runtime.buffers import BufferedPlan, plan_buffers
-from multimesh._src.runtime.compile import CompiledExecutable, compile_executables
+from multimesh._src.ir.plan import Plan
+from multimesh._src.runtime.compile import CompiledExecutable
 from multimesh._src.runtime.donation import runs_of
-from multimesh._src.runtime.executor import (
-    ENQUEUE_LOCK,
-    Call,
-    HeldInterrupt,
-    PreparedStep,
-    checked,
-    needs_checks,
-    prepare_steps,
-    run_steps,
-    step_name,
-)
+from multimesh._src.runtime.executor import ENQUEUE_LOCK, HeldInterrupt, needs_checks, run_steps
 from multimesh._src.runtime.inputs import Inputs
-from multimesh._src.runtime.reshard import CopyItem, PreparedCopy, prepare_copy
+from multimesh._src.runtime.prepared import PreparedPlan
 from multimesh._src.runtime.stacks import results_of
 
 
@@ -50,57 +39,20 @@ def compile_plan(plan: Plan, *, name: str = "step") -> "CompiledPlan":
         ExecutionError: XLA cannot compile a task.
     """
     with paused_collector():
-        copies = _prepare_copies(plan)
-        buffered = plan_buffers(plan, {step: copy.aliases for step, copy in copies.items()})
-    return CompiledPlan(buffered, compile_executables(buffered), copies, name)
-
-
-def _prepare_copies(plan: Plan) -> dict[Copy, PreparedCopy]:
-    """Prepares every copy; those that are alike, as in all microbatches, once."""
-    slots = plan.slots
-    prepared: dict[tuple[CopyItem, ...], PreparedCopy] = {}
-    copies: dict[Copy, PreparedCopy] = {}
-    for step in plan.steps:
-        if isinstance(step, Copy):
-            pairs = zip(step.sources, step.targets, strict=True)
-            items = tuple(
-                CopyItem(slots[s].aval, slots[s].sharding, slots[t].sharding) for s, t in pairs
-            )
-            if items not in prepared:
-                prepared[items] = prepare_copy(items)
-            copies[step] = prepared[items]
-    return copies
+        prepared = PreparedPlan(plan, {})
+    return CompiledPlan(prepared, name)
 
 
 class CompiledPlan:
     """Runs a plan. Calls may come from several threads; they take turns."""
 
-    def __init__(
-        self,
-        buffered: BufferedPlan,
-        executables: Sequence[CompiledExecutable | None],
-        copies: Mapping[Copy, PreparedCopy],
-        name: str,
-    ) -> None:
-        self.buffered = buffered
+    def __init__(self, prepared: PreparedPlan, name: str) -> None:
+        self.buffered = prepared.buffered
         self.name = name
-        self._executables = tuple(executables)
-        self._inputs = Inputs(buffered, name)
-        self._results = results_of(buffered.plan, self._inputs.stacks)
-        self._template = [*_constants(buffered.plan), *[None] * len(self._inputs.stacks)]
-        calls, orders = [], []
-        for step in buffered.plan.steps:
-            if isinstance(step, Copy):
-                calls.append(copies[step].run)
-                orders.append(None)
-            else:
-                executable = executables[step.executable]
-                assert executable is not None, step  # all that are run are compiled
-                calls.append(executable.call)
-                orders.append(executable.order)
-        self._steps = prepare_steps(buffered, calls, orders)
-        self._checked_steps: tuple[PreparedStep, ...] = ()
-        self._prepare_checked = lambda: prepare_steps(buffered, _checked(buffered, calls), orders)
+        self._prepared = prepared
+        self._inputs = Inputs(self.buffered, name)
+        self._results = results_of(self.buffered.plan, self._inputs.stacks)
+        self._steps = prepared.steps
 
     def call(self, arguments: Sequence[Any]) -> list[Any]:
         """Enqueues one step.
@@ -115,14 +67,15 @@ class CompiledPlan:
         Raises:
             ExecutionError: An argument was donated before, or a task failed.
         """
-        slots = self._template.copy()
+        slots = [*self._prepared.new_slots(), *[None] * len(self._inputs.stacks)]
         loaded = False
         with ENQUEUE_LOCK:
             try:
                 with HeldInterrupt():
                     self._inputs.load(arguments, slots)
                     loaded = True
-                    run_steps(self._checked() if needs_checks() else self._steps, slots)
+                    checks = needs_checks()
+                    run_steps(self._prepared.checked_steps if checks else self._steps, slots)
                     results = [
                         slots[r] if isinstance(r, int) else r.join(slots) for r in self._results
                     ]
@@ -133,11 +86,6 @@ class CompiledPlan:
                     self._inputs.abandon(arguments)
                 raise
         return results
-
-    def _checked(self) -> tuple[PreparedStep, ...]:
-        if not self._checked_steps:
-            self._checked_steps = self._prepare_checked()
-        return self._checked_steps
 
     @property
     def input_shardings(self) -> tuple[Sharding | None, ...]:
@@ -177,15 +125,25 @@ class CompiledPlan:
         return found
 
     def _distinct(self) -> list[CompiledExecutable]:
-        return list({id(e.compiled): e for e in self._executables if e is not None}.values())
+        found = {
+            id(executable.compiled): executable
+            for plan in _with_loops(self._prepared)
+            for executable in plan.executables
+            if executable is not None
+        }
+        return list(found.values())
 
     def cost_analysis(self) -> dict[str, float]:
-        """Returns XLA's estimates for one device of each task, summed over all runs of one call."""
-        costs = [_cost(executable) for executable in self._executables]
+        """Returns XLA's estimates for one device of each task, summed over all runs of one call.
+
+        A loop whose trip count is not known counts once.
+        """
         total: dict[str, float] = {}
-        for _, run in runs_of(self.buffered.plan):
-            for key, value in costs[run.executable].items():
-                total[key] = total.get(key, 0.0) + value
+        for plan in _with_loops(self._prepared):
+            costs = [_cost(executable) for executable in plan.executables]
+            for _, run in runs_of(plan.buffered.plan):
+                for key, value in costs[run.executable].items():
+                    total[key] = total.get(key, 0.0) + value
         return total
 
     def memory_analysis(self) -> MemoryAnalysis:
@@ -202,17 +160,8 @@ def _cost(executable: CompiledExecutable | None) -> Mapping[str, float]:
     return cost or {}
 
 
-def _constants(plan: Plan) -> list[Any]:
-    """Returns the slots as every call finds them: empty but for the constants, placed now."""
-    slots: list[Any] = [None] * len(plan.slots)
-    values = [constant.value for constant in plan.constants]
-    shardings = [plan.slots[constant.slot].sharding for constant in plan.constants]
-    placed = jax.device_put(values, shardings)
-    for constant, array in zip(plan.constants, placed, strict=True):
-        slots[constant.slot] = array
-    return slots
-
-
-def _checked(buffered: BufferedPlan, calls: Sequence[Call]) -> list[Callable[..., Any]]:
-    steps = zip(buffered.plan.steps, calls, strict=True)
-    return [checked(call, step_name(step)) for step, call in steps]
+def _with_loops(plan: PreparedPlan) -> Iterator[PreparedPlan]:
+    """A plan and those of its loops, at any depth."""
+    yield plan
+    for loop in plan.loops:
+        yield from _with_loops(loop.body)

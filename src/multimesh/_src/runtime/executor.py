@@ -13,13 +13,13 @@ from collections.abc import Callable, Sequence
 from operator import itemgetter
 from traceback import clear_frames
 from types import FrameType, TracebackType
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import jax
 import numpy as np
 
 from multimesh._src.errors import ExecutionError, MultiMeshError, NonFiniteError, message
-from multimesh._src.ir.plan import Run, Slot
+from multimesh._src.ir.plan import Copy, HostLoop, Slot, Step
 from multimesh._src.runtime.buffers import BufferedPlan, reads, writes
 
 ENQUEUE_LOCK = threading.RLock()  # a callback inside a task may call another step
@@ -50,10 +50,12 @@ def prepare_steps(
     return tuple(steps)
 
 
-def step_name(step: Any) -> str:
+def step_name(step: Step) -> str:
     """Returns how errors and texts call a step."""
-    if not isinstance(step, Run):
+    if isinstance(step, Copy):
         return f"copy `{step.edge}`"
+    if isinstance(step, HostLoop):
+        return f"loop {step.name}"
     return f"task `{step.task}`" + (f", iteration {step.iteration}" if step.iteration >= 0 else "")
 
 
@@ -135,10 +137,12 @@ class HeldInterrupt:
     Does nothing outside the main thread, where Python delivers no signals.
     """
 
-    __slots__ = ("_frame", "_pending", "_previous")
+    __slots__ = ("_frame", "_outer", "_pending", "_previous")
+    _active: "ClassVar[HeldInterrupt | None]" = None
 
     def __init__(self) -> None:
         self._previous: Any = None
+        self._outer: HeldInterrupt | None = None
         self._pending = False
         self._frame: FrameType | None = None
 
@@ -148,6 +152,7 @@ class HeldInterrupt:
             previous = signal.getsignal(signal.SIGINT)
             if callable(previous):
                 self._previous = previous
+                self._outer, HeldInterrupt._active = HeldInterrupt._active, self
                 signal.signal(signal.SIGINT, self._hold)
 
     def _hold(self, number: int, frame: FrameType | None) -> None:
@@ -166,6 +171,18 @@ class HeldInterrupt:
         if self._previous is None:
             return
         signal.signal(signal.SIGINT, self._previous)
+        HeldInterrupt._active = self._outer
+        self._deliver()
+
+    def _deliver(self) -> None:
         if self._pending:
+            self._pending = False
             frame, self._frame = self._frame, None
             self._previous(signal.SIGINT, frame)
+
+    @staticmethod
+    def let_through() -> None:
+        """Delivers what is held: between the iterations of a loop that may never end."""
+        held = HeldInterrupt._active
+        if held is not None and threading.current_thread() is threading.main_thread():
+            held._deliver()

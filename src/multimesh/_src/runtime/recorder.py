@@ -11,7 +11,7 @@ arrays; a step that reads a freed slot is noticed.
 from collections.abc import Sequence
 from typing import Any
 
-from multimesh._src.ir.plan import Plan, Run
+from multimesh._src.ir.plan import Copy, Plan, Run
 from multimesh._src.runtime.buffers import BufferedPlan, plan_buffers, reads, writes
 from multimesh._src.runtime.executor import Call, prepare_steps, run_steps, step_name
 
@@ -34,7 +34,7 @@ def _recording(buffered: BufferedPlan, index: int, lines: list[str]) -> Call:
     step = buffered.plan.steps[index]
     is_run = isinstance(step, Run)
     donated = {argument for argument, _ in buffered.donations[step.executable]} if is_run else ()
-    kind = "run " if is_run else "copy"
+    kind = "run " if is_run else "copy" if isinstance(step, Copy) else "loop"
 
     def call(args: Sequence[Any]) -> list[str]:
         missing = [s for s, arg in zip(reads(step), args, strict=True) if arg is None]

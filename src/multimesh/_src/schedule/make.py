@@ -27,6 +27,13 @@ def schedule_names() -> tuple[str, ...]:
     return (*BY_NAME, "auto")
 
 
+def check_name(spec: object) -> None:
+    """Raises a ScheduleError if `spec` is a name that no schedule has. Rows are not looked into."""
+    named = isinstance(spec, str) and "\n" not in spec and not any(map(is_entry, spec.split()))
+    if named and spec not in schedule_names():
+        raise _unknown(f"There is no schedule `{spec}`.")
+
+
 def make_schedule(
     spec: ScheduleLike = None,
     *,
@@ -93,11 +100,8 @@ def rule_of(spec: str | AbstractRule | Sequence[RowLike] | None, request: Reques
     if spec == "auto":
         return Auto()
     if isinstance(spec, str):
-        if spec in BY_NAME:
-            return BY_NAME[spec]
-        if "\n" in spec or any(map(is_entry, spec.split())):
-            return custom(spec)
-        raise _unknown(f"There is no schedule `{spec}`.")
+        check_name(spec)
+        return BY_NAME[spec] if spec in BY_NAME else custom(spec)
     if isinstance(spec, Sequence):
         return custom(spec)
     if not hasattr(spec, "make"):

@@ -23,6 +23,8 @@ from multimesh._src.staging.matched import (
     is_plain,
     no_match_warning,
     no_matcher_warning,
+    why_pieces,
+    why_plain,
 )
 from multimesh._src.staging.plain import plain_jit, together
 from multimesh._src.staging.staged import CallTypes, Lowered, PlainBackend, PlanBackend, Traced
@@ -67,6 +69,7 @@ class Maker:
         binding: Where it takes its contexts from.
         always_ours: Whether even a program that says nothing of places is cut by us.
         by_results: Whether the results alone say where it runs (`staging.initial`).
+        is_served: Whether it serves a plain `jax.jit` function, which may well match no task.
     """
 
     fun: Callable[..., Any]
@@ -77,6 +80,7 @@ class Maker:
     binding: Binding
     always_ours: bool = False
     by_results: bool = False
+    is_served: bool = False
     _plain: dict[Hashable, Any] = field(default_factory=dict)
 
     def call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
@@ -103,6 +107,13 @@ class Maker:
     def trace(self, call: Call) -> Traced:
         """Traces the function for a call."""
         traced, types = self._trace(call)
+        return Traced(traced, types, lambda: self._lower_or_plain(traced, types, call))
+
+    def trace_unless_plain(self, call: Call) -> Traced | None:
+        """Traces the function for a call; returns None where it is plain JAX (R15)."""
+        traced, types = self._trace(call)
+        if self._is_plain(traced, findings(traced), call):
+            return None
         return Traced(traced, types, lambda: self._lower_or_plain(traced, types, call))
 
     def plain_jit(self, contexts: ActiveContexts) -> Any:
@@ -157,7 +168,7 @@ class Maker:
         plain = is_plain(traced, found, device_sets(call.leaves))
         matchers = registered(call.contexts.contexts)
         if (plain or self.always_ours) and not found.matched:
-            if matchers:
+            if matchers and (found.scheduled or not self.is_served):
                 text = no_match_warning(self.binding.name, matchers, found.scopes)
                 warnings.warn(text, stacklevel=_users_frame())
             elif found.scheduled:
@@ -170,13 +181,16 @@ class Maker:
         ignore = call.contexts.settings.ignore_transforms
         if not ignore and not self._is_plain(traced, found, call):
             return self._lower(traced, types, found, call)
-        return Lowered(traced, types, None, lambda: self._plain_backend(types, call))
+        matchers = registered(call.contexts.contexts)
+        why = why_plain(self.binding.name, matchers, found, ignored=ignore)
+        return Lowered(traced, types, None, lambda: self._plain_backend(types, call), why)
 
     def _lower(
         self, traced: TracedFunction, types: CallTypes, found: Findings, call: Call
     ) -> Lowered:
         if (self.by_results or not found.matched) and is_cut_by_results(traced):
-            return Lowered(traced, types, None, lambda: cut_by_results(traced))
+            why = why_pieces(traced)
+            return Lowered(traced, types, None, lambda: cut_by_results(traced), why)
         with call.contexts.activate():
             return Lowered(traced, types, partition_and_dump(traced), None)
 

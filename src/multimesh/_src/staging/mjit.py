@@ -10,17 +10,21 @@ from jax.sharding import Mesh
 from multimesh._src.frontend.arguments import (
     NO_STATICS,
     argument_spec,
+    check_callable,
     function_name,
+    named_arguments,
     split_statics,
 )
 from multimesh._src.frontend.multi_mesh import MultiMesh
+from multimesh._src.frontend.tracing import check_arguments
 from multimesh._src.jax_compat import jit_hook
+from multimesh._src.jax_compat.jit_calls import NOT_SERVED
 from multimesh._src.staging.binding import make_binding
 from multimesh._src.staging.equations import Equations, constrained
 from multimesh._src.staging.maker import Maker
 from multimesh._src.staging.plain import together
 from multimesh._src.staging.staged import Lowered, Traced
-from multimesh._src.staging.variants import VariantCache
+from multimesh._src.staging.variants import Variant, VariantCache
 
 
 def mjit(
@@ -81,6 +85,7 @@ def mjit(
             devices=devices,
             **options,
         )
+    check_callable(f, "mjit")
     binding = make_binding(function_name(f), mesh, devices)
     named = {key: value for key, value in options.items() if key != "keep_unused"}
     spec = argument_spec(f, **named)
@@ -109,16 +114,41 @@ class MultiMeshFunction:
         """Runs the function; traces and compiles it when no variant fits."""
         if not jit_hook.at_top_level() or _jit_is_disabled():
             return self._call_within(args, kwargs)
+        variant, leaves = self._find(args, kwargs)
+        return jax.tree.unflatten(variant.out_tree, variant.run(leaves))
+
+    def call_unless_plain(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Runs the function like a call does; returns NOT_SERVED where it is plain JAX (R15)."""
+        if not jit_hook.at_top_level():
+            return self._call_within(args, kwargs)
+        variant, leaves = self._find(args, kwargs)
+        if variant.one_device_set:
+            return NOT_SERVED
+        return jax.tree.unflatten(variant.out_tree, variant.run(leaves))
+
+    def trace_unless_plain(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Traces the function like `trace` does; returns NOT_SERVED where it is plain JAX."""
+        traced = self._maker.trace_unless_plain(self._maker.call(args, kwargs))
+        return NOT_SERVED if traced is None else traced
+
+    def _find(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[Variant, Sequence[Any]]:
+        """Finds or makes the variant of a call, and flattens its arguments."""
         statics = NO_STATICS
         given = args, kwargs
         if self._spec.has_statics:
             args, kwargs, statics = split_statics(self._spec, args, kwargs)
         leaves, tree = jax.tree.flatten((args, kwargs))
         key = (tree, statics, self._binding.key())
-        variant = self._cache.find(
-            key, leaves, lambda: self._maker.variant(self._maker.call(*given))
-        )
-        return jax.tree.unflatten(variant.out_tree, variant.run(leaves))
+        try:
+            variant = self._cache.find(
+                key, leaves, lambda: self._maker.variant(self._maker.call(*given))
+            )
+        except TypeError:
+            check_arguments(named_arguments(self._spec, args, kwargs, statics))
+            raise
+        return variant, leaves
 
     def _call_within(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Calls the function inside a transformation or a trace, or with jit disabled."""

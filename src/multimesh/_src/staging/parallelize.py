@@ -5,15 +5,13 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from multimesh._src import config
 from multimesh._src.errors import TraceError, message
-from multimesh._src.frontend.arguments import argument_spec, function_name
+from multimesh._src.frontend.arguments import check_callable
 from multimesh._src.frontend.contexts import active_contexts
-from multimesh._src.staging.binding import make_binding
-from multimesh._src.staging.maker import Maker
-from multimesh._src.staging.mjit import MultiMeshFunction
+from multimesh._src.staging.in_place import in_place, maker, shapes_of
 from multimesh._src.staging.staged import Compiled
 
 
@@ -54,16 +52,17 @@ def parallelize(
         >>> float(model(init(), get_batch()))
         4.0
     """
+    check_callable(fun, "parallelize")
     _check_sources(init_params, get_input_batch, initial_batch)
     assert init_params is not None
-    params = _shapes(init_params)
-    batch = initial_batch if get_input_batch is None else _shapes(get_input_batch)
+    params = shapes_of(init_params)
+    batch = initial_batch if get_input_batch is None else shapes_of(get_input_batch)
     compiled = _compile(fun, params, batch, devices)
     places = compiled.input_shardings[0]
-    init = _in_place(init_params, params, places[0])
+    init = in_place(init_params, params, places[0])
     if get_input_batch is None:
         return compiled, init
-    return compiled, init, _in_place(get_input_batch, batch, places[1])
+    return compiled, init, in_place(get_input_batch, batch, places[1])
 
 
 def _check_sources(init_params: Any, get_input_batch: Any, initial_batch: Any) -> None:
@@ -74,6 +73,9 @@ def _check_sources(init_params: Any, get_input_batch: Any, initial_batch: Any) -
                 ways=("give `init_params=`, a function without arguments.",),
             )
         )
+    check_callable(init_params, "parallelize(init_params=)")
+    if get_input_batch is not None:
+        check_callable(get_input_batch, "parallelize(get_input_batch=)")
     if (get_input_batch is None) == (initial_batch is None):
         given = "neither" if get_input_batch is None else "both"
         raise TraceError(
@@ -87,49 +89,16 @@ def _check_sources(init_params: Any, get_input_batch: Any, initial_batch: Any) -
         )
 
 
-def _shapes(make: Callable[[], Any]) -> Any:
-    with config.ignore_transforms():
-        return jax.eval_shape(make)
-
-
 def _compile(
     fun: Callable[..., Any], params: Any, batch: Any, devices: Sequence[Any] | None
 ) -> Compiled:
     """Compiles the model; without tasks and MultiMesh it runs on all devices, on an axis `x`."""
     with config.autoshard(True):
-        maker = _maker(fun, devices=devices, always_ours=True)
-        traced = maker.trace(maker.call((params, batch), {}))
+        made = maker(fun, devices=devices, always_ours=True)
+        traced = made.trace(made.call((params, batch), {}))
         if active_contexts().global_mesh is None and not traced.says_where:
             chosen = devices if devices is not None else jax.devices()
             mesh = Mesh(np.array(chosen), ("x",))
-            maker = _maker(fun, devices=devices, mesh=mesh, always_ours=True)
-            traced = maker.trace(maker.call((params, batch), {}))
+            made = maker(fun, devices=devices, mesh=mesh, always_ours=True)
+            traced = made.trace(made.call((params, batch), {}))
         return traced.lower().compile()
-
-
-def _maker(
-    fun: Callable[..., Any],
-    *,
-    devices: Sequence[Any] | None = None,
-    mesh: Mesh | None = None,
-    **fields: Any,
-) -> Maker:
-    binding = make_binding(function_name(fun), mesh, devices)
-    values = {"options": {}, "in_shardings": None, "out_shardings": None, **fields}
-    return Maker(fun=fun, spec=argument_spec(fun), binding=binding, **values)
-
-
-def _in_place(make: Callable[[], Any], shapes: Any, places: Any) -> MultiMeshFunction:
-    """Returns `make` with results where the model takes them.
-
-    What the model does not use is made, replicated, where something else is.
-    """
-    leaves, tree = jax.tree.flatten(shapes)
-    flat = jax.tree.leaves(places, is_leaf=lambda place: place is None)
-    found = [place.mesh for place in flat if place is not None]
-    mesh = found[0] if found else Mesh(np.array(jax.devices()[:1]), ("x",))
-    unused = NamedSharding(mesh, PartitionSpec())
-    chosen = [unused if place is None else place for place in flat]
-    assert len(leaves) == len(chosen), (len(leaves), len(chosen))
-    out_shardings = jax.tree.unflatten(tree, chosen)
-    return MultiMeshFunction(_maker(make, out_shardings=out_shardings, by_results=True))

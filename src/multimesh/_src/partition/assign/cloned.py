@@ -85,7 +85,11 @@ def _visit(
                 floating.add(step.serial)
                 costs.update(dict.fromkeys(step.outputs, cost))
                 continue
-        if len(reads) == 1 and (step.primitive in _LIGHT or _is_scalar(step, reads[0], avals)):
+        if (
+            step.chooses is None
+            and len(reads) == 1
+            and (step.primitive in _LIGHT or _is_scalar(step, reads[0], avals))
+        ):
             light.add(step.serial)
 
 

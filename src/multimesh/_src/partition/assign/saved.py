@@ -68,7 +68,8 @@ class _Saved:
             return self.equal.get(operand, operand)
 
         params = tuple((name, hashable(v)) for name, v in sorted(equation.eqn.params.items()))
-        return equation.eqn.primitive, params, tuple(map(value, equation.inputs))
+        guards = tuple((value(guard.index), guard.branch) for guard in equation.guards)
+        return equation.eqn.primitive, params, tuple(map(value, equation.inputs)), guards
 
 
 def use_saved(program: FlatProgram, place: Mapping[int, int]) -> FlatProgram:

@@ -7,21 +7,20 @@ equation already waits for, so an equation that only the optimizer reads never r
 task.
 """
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 
 from multimesh._src.ir.flat import Loop
 from multimesh._src.partition.quotient import Quotient
-from multimesh._src.partition.split.groups import Group
 from multimesh._src.partition.split.regions import Region
 
 
-def split_acyclic(region: Region, groups: Mapping[int, Group]) -> tuple[tuple[int, ...], ...]:
+def split_acyclic(region: Region, groups: Mapping[int, Hashable]) -> tuple[tuple[int, ...], ...]:
     """Returns the tasks of a region in an order that respects dataflow.
 
     Each task is the tuple of its steps' positions, ascending. A loop is a task of its own.
     """
     quotient = Quotient()
-    of_group: dict[Group, list[int]] = {}
+    of_group: dict[Hashable, list[int]] = {}
     task_of: dict[int, int] = {}
     for position in reversed(range(len(region.steps))):
         users = [task_of[user] for user in region.users[position]]

@@ -17,7 +17,17 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TypeAlias
 
-from multimesh._src.ir.flat import Carry, Equation, Lit, Loop, Operand, Step, Var, substitute
+from multimesh._src.ir.flat import (
+    Carry,
+    Equation,
+    Guard,
+    Lit,
+    Loop,
+    Operand,
+    Step,
+    Var,
+    substitute,
+)
 from multimesh._src.ir.scope import Scope
 from multimesh._src.partition.carries import classify_carries
 from multimesh._src.partition.stacks.blocks import Blocks
@@ -54,6 +64,7 @@ class StackSplitter:
     env: dict[Var, Stack] = field(default_factory=dict)
     _renamed: dict[Var, Operand] = field(default_factory=dict)
     _whole: dict[Var, Operand] = field(default_factory=dict)
+    _guards: dict[Var, tuple[Guard, ...]] = field(default_factory=dict)  # around what makes it
     _in_loop: bool = False
 
     def steps(self, steps: Sequence[Step]) -> None:
@@ -86,6 +97,9 @@ class StackSplitter:
     # --- equations ------------------------------------------------------------------------------
 
     def _equation(self, equation: Equation) -> None:
+        equation = replace(equation, guards=self._looked_up_guards(equation.guards))
+        self._guards.update(dict.fromkeys(equation.outputs, equation.guards))
+        self.maker.builder.guards = equation.guards
         stacks = [v for v in equation.inputs if not isinstance(v, Lit) and v in self.env]
         outputs = [v for v in equation.outputs if v in self.blocks]
         relation = relation_of(equation, self.maker.builder.avals)
@@ -102,6 +116,10 @@ class StackSplitter:
                 self._read(equation)
             case _:
                 self.maker.builder.steps.append(self._looked_up(equation))
+        self.maker.builder.guards = ()
+
+    def _looked_up_guards(self, guards: tuple[Guard, ...]) -> tuple[Guard, ...]:
+        return tuple(replace(guard, index=self.value(guard.index)) for guard in guards)
 
     def _looked_up(self, equation: Equation) -> Equation:
         inputs = tuple(self.value(operand) for operand in equation.inputs)
@@ -228,7 +246,26 @@ class StackSplitter:
         owner: int | None,
         users: tuple[int, ...] = _NOBODY,
     ) -> Operand:
-        """Rows of a stack, joined on `owner` if it is given; `users` are who reads them."""
+        """Rows of a stack, joined on `owner` if it is given; `users` are who reads them.
+
+        What a branch has made is cut and joined in that branch.
+        """
+        before = self.maker.builder.guards
+        if not isinstance(operand, Lit):
+            self.maker.builder.guards = self._guards.get(operand, ())
+        rows = self._range_here(operand, start, stop, scope, owner, users)
+        self.maker.builder.guards = before
+        return rows
+
+    def _range_here(
+        self,
+        operand: Operand,
+        start: int,
+        stop: int,
+        scope: Scope,
+        owner: int | None,
+        users: tuple[int, ...],
+    ) -> Operand:
         stack = None if isinstance(operand, Lit) else self.env.get(operand)
         if stack is None or isinstance(operand, Lit):
             return self.maker.cut(self.value(operand), start, stop, scope, owner, light=False)
@@ -278,7 +315,11 @@ class StackSplitter:
             carries += self._leave(carry, inside, inits[carry.inside], fixed)
         body, builder.steps = tuple(builder.steps), outer
         self._in_loop = was_in_loop
-        builder.steps += substitute((replace(loop, carries=tuple(carries), body=body),), fixed)
+        guards = self._looked_up_guards(loop.guards)
+        loop = replace(loop, carries=tuple(carries), body=body, guards=guards)
+        self._guards.update((result, guards) for result in loop.outputs)
+        self._guards.update((carry.result, guards) for carry in stacked)
+        builder.steps += substitute((loop,), fixed)
 
     def _enter(self, carry: Carry, scope: Scope, loose: bool) -> list[Operand]:
         """Gives a carry one variable per part inside of the loop; returns the initial parts."""
