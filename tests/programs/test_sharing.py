@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from multimesh._src.runtime import counters
-from multimesh.jax import MultiMesh, mjit
+from multimesh.jax import MultiMesh, init as mm_init, mjit
 from multimesh.jax.errors import ExecutionError
 from tests.programs import stacked
 from tests.programs.plainly import assert_close
@@ -24,6 +24,7 @@ from tests.programs.stacked import (
     by_scan_with_remat,
     judge,
     make_multi_mesh,
+    optimizer,
 )
 
 Tree = Any
@@ -273,6 +274,8 @@ def test_what_needs_all_rows_keeps_the_stack_together():
 TRANSFORMATIONS = {
     "adafactor": optax.adafactor(1e-2, min_dim_size_to_factor=8),
     "lamb": optax.lamb(1e-2),
+    "apply_if_finite": optax.apply_if_finite(optimizer, 3),
+    "MultiSteps": optax.MultiSteps(optimizer, 2).gradient_transformation(),
 }
 
 
@@ -281,7 +284,8 @@ TRANSFORMATIONS = {
 def test_other_optimizers_keep_their_state_with_the_layers(name):
     multi_mesh = make_multi_mesh(2, 4, scanned=True)
     case = Case(by_scan, transformation=TRANSFORMATIONS[name])
-    step, _ = staged(multi_mesh, case)
+    step, report = staged(multi_mesh, case)
+    assert not any(stack.moved for stack in report.stacks)
     made = train(step, case.state(), 3)
     for path, leaf in jax.tree_util.tree_leaves_with_path(made[0]):
         if leaf.ndim > 2:
@@ -304,7 +308,9 @@ def test_stacks_are_made_in_place():
         step = mjit(case.step(), donate_argnums=0)
         compiled = step.lower(jax.eval_shape(init, key), BATCH).compile()
         state = mjit(init, out_shardings=compiled.input_shardings[0][0])(key)
+        again = mm_init(init, like=compiled)(key)
     check_places(state, multi_mesh, 4)
+    check_places(again, multi_mesh, 4)
     assert_close(state[0], jax.jit(init)(key)[0])
     before = counters.snapshot()
     state, _ = compiled(state, BATCH)
