@@ -111,9 +111,9 @@ def check_traffic(report: Any, num_microbatches: int, num_layers: int) -> None:
     ("num_stages", "explicit", "run"),
     [
         (2, False, by_scan),
-        (4, False, by_scan),
-        (2, True, by_scan),
         (2, False, by_index),
+        pytest.param(4, False, by_scan, marks=pytest.mark.slow),
+        pytest.param(2, True, by_scan, marks=pytest.mark.slow),
         pytest.param(4, False, by_index, marks=pytest.mark.slow),
         pytest.param(2, True, by_index, marks=pytest.mark.slow),
     ],
@@ -136,7 +136,7 @@ CASES = {
     "remat": Case(by_scan_with_remat),
     "several steps in one call": Case(by_scan, in_one_call=3),
 }
-QUICK = ("no loop, by index", "gradient outside")
+QUICK = ("gradient outside",)
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def test_stacked_layers_in_other_loops(case):
 @pytest.mark.parametrize(
     ("place", "explicit"),
     [
-        ("replicated", True),
+        pytest.param("replicated", True, marks=pytest.mark.slow),
         ("stage", False),
         pytest.param("replicated", False, marks=pytest.mark.slow),
         pytest.param("stage", True, marks=pytest.mark.slow),
@@ -238,6 +238,7 @@ def test_unlike_numbers_of_layers_share_the_rows_evenly():
     judge(case, made, submesh_of(multi_mesh), 3)
 
 
+@pytest.mark.slow
 def test_a_number_of_layers_that_does_not_divide_stays_on_one_stage():
     multi_mesh = make_multi_mesh(4, 6, scanned=True)
     case = Case(by_scan, num_layers=6)
@@ -391,6 +392,7 @@ def by_index_tied(x, layers):
     return x
 
 
+@pytest.mark.slow
 def test_a_weight_tied_over_four_stages():
     multi_mesh = make_multi_mesh(4, 4, scanned=False)
     case = Case(by_index_tied, num_layers=1)

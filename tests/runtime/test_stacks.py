@@ -1,5 +1,6 @@
 """One array of the caller's is several blocks of the plan, and only shards change hands."""
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -7,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 
-from multimesh._src.ir.plan import Block, Input, Plan
+from multimesh._src.ir.plan import Block, Input
 from multimesh._src.jax_compat.copies import shards
 from multimesh._src.runtime import counters
 from multimesh._src.runtime.compiled_plan import CompiledPlan, compile_plan
@@ -42,9 +43,7 @@ def make_step(*, donated: bool = False, returns_argument: bool = False) -> Compi
             for place, slot in zip(places, slots, strict=True)
         ]
     plan = builder.plan(first, *outputs)
-    return compile_plan(
-        Plan(*(getattr(plan, name) for name in plan.__slots__[:-1]), (None, *blocks))
-    )
+    return compile_plan(replace(plan, output_blocks=(None, *blocks)))
 
 
 def placed(kind: AxisType = AxisType.Auto, spec: Any = IN_PLACE) -> jax.Array:

@@ -108,9 +108,9 @@ class Block:
 
     def whole_sharding(self, sharding: NamedSharding) -> NamedSharding:
         """The sharding of the whole array whose parts have `sharding`."""
-        first, *rest = sharding.spec if len(sharding.spec) else (None,)
-        inside: Any = first if isinstance(first, tuple) else () if first is None else (first,)
-        spec = PartitionSpec((self.axis, *inside) if inside else self.axis, *rest)
+        first: Any = sharding.spec[0] if len(sharding.spec) else None
+        inside = (self.axis, first) if isinstance(first, str) else (self.axis, *(first or ()))
+        spec = PartitionSpec(inside if len(inside) > 1 else self.axis, *sharding.spec[1:])
         return NamedSharding(self.mesh, spec, memory_kind=sharding.memory_kind)
 
 
