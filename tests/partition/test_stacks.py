@@ -23,7 +23,7 @@ def make_multi_mesh(num_stages: int = 2, **layers: Any) -> MultiMesh:
         axis_names=("stage", "data"),
         devices=jax.devices()[:num_stages],
     )
-    multi_mesh.register_layers("layer", num_layers=4, **{"scanned": True, **layers})
+    multi_mesh.register_layers(**{"matcher": "layer", "num_layers": 4, "scanned": True, **layers})
     return multi_mesh
 
 
@@ -124,6 +124,19 @@ def test_layers_on_one_stage_are_no_stack() -> None:
     multi_mesh = make_multi_mesh()
     multi_mesh.register_task("head", task=Task(mesh_slice={"stage": 1}))
     made, texts = cut(multi_mesh, on_one, W, X)
+    assert texts["split_stacks"] == texts["simplify_loops"]
+    assert made.stacks == ()
+
+
+def test_rows_that_all_stages_read_are_no_stack() -> None:
+    def tied(w: Any, x: Any) -> Any:
+        for index in range(2):
+            with jax.named_scope(f"layer{index}"):
+                x = x @ w[0] @ w[1]
+        return x
+
+    multi_mesh = make_multi_mesh(matcher=r"layer(\d)", num_layers=2, scanned=False)
+    made, texts = cut(multi_mesh, tied, W, X)
     assert texts["split_stacks"] == texts["simplify_loops"]
     assert made.stacks == ()
 

@@ -54,12 +54,21 @@ class Family:
 
     @property
     def submeshes(self) -> tuple[int, ...]:
-        """The submeshes that use rows, those that use most first."""
+        """The submeshes that use rows, those that use most first.
+
+        Only one where not at least two have rows of their own: an array that all use is no stack.
+        """
         rows: dict[int, set[int]] = {}
         for read in self.reads:
             for user in read.users:
                 rows.setdefault(user, set()).update(read.rows)
-        return tuple(sorted(rows, key=lambda submesh: -len(rows[submesh])))
+        ordered = sorted(rows, key=lambda submesh: -len(rows[submesh]))
+        own = [
+            user
+            for user in ordered
+            if rows[user].difference(*(rows[other] for other in ordered if other != user))
+        ]
+        return tuple(ordered if len(own) > 1 else ordered[:1])
 
 
 @dataclass(frozen=True, slots=True)
