@@ -58,6 +58,10 @@ class NonFiniteError(ExecutionError, FloatingPointError):
     """Under `jax_debug_nans` or `jax_debug_infs` a task made a NaN or an infinity."""
 
 
+class DebugError(MultiMeshError, RuntimeError):
+    """`multimesh.jax.debug` has nothing to show, or lacks what it takes to show it."""
+
+
 def message(
     what: str,
     *,

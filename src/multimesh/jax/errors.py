@@ -2,6 +2,7 @@
 
 from multimesh._src.errors import (
     ConfigError,
+    DebugError,
     ExecutionError,
     InitError,
     MatchError,
@@ -17,6 +18,7 @@ from multimesh._src.errors import (
 
 __all__ = [
     "ConfigError",
+    "DebugError",
     "ExecutionError",
     "InitError",
     "MatchError",

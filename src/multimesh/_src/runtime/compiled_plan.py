@@ -9,6 +9,9 @@ from jax.sharding import Sharding
 
 from multimesh._src.collector import paused_collector
 from multimesh._src.ir.plan import Copy, Plan
+from multimesh._src.jax_compat.compiled import WatchedCall, watched_call
+from multimesh._src.partition.pipeline import Partitioned
+from multimesh._src.runtime.annotate import annotated, annotated_call, wants_profile
 from multimesh._src.runtime.buffers import BufferedPlan, plan_buffers
 from multimesh._src.runtime.compile import CompiledExecutable, compile_executables
 from multimesh._src.runtime.donation import runs_of
@@ -25,6 +28,7 @@ from multimesh._src.runtime.executor import (
 )
 from multimesh._src.runtime.inputs import Inputs
 from multimesh._src.runtime.reshard import CopyItem, PreparedCopy, prepare_copy
+from multimesh._src.runtime.timing import Stopwatch, current_recorder, timed_calls
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +42,15 @@ class MemoryAnalysis:
     temp_size_in_bytes: int
 
 
-def compile_plan(plan: Plan, *, name: str = "step") -> "CompiledPlan":
+def compile_plan(
+    plan: Plan, *, name: str = "step", partitioned: Partitioned | None = None
+) -> "CompiledPlan":
     """Compiles a plan: programs, copies, frees and donations; places its constants.
 
     Args:
         plan: The plan.
         name: The user's name of the step, for errors.
+        partitioned: What the plan was made of, if it was not written by hand; for reports.
 
     Raises:
         ExecutionError: XLA cannot compile a task.
@@ -51,7 +58,7 @@ def compile_plan(plan: Plan, *, name: str = "step") -> "CompiledPlan":
     with paused_collector():
         copies = _prepare_copies(plan)
         buffered = plan_buffers(plan, {step: copy.aliases for step, copy in copies.items()})
-    return CompiledPlan(buffered, compile_executables(buffered), copies, name)
+    return CompiledPlan(buffered, compile_executables(buffered), copies, name, partitioned)
 
 
 def _prepare_copies(plan: Plan) -> dict[Copy, PreparedCopy]:
@@ -80,26 +87,35 @@ class CompiledPlan:
         executables: Sequence[CompiledExecutable | None],
         copies: Mapping[Copy, PreparedCopy],
         name: str,
+        partitioned: Partitioned | None = None,
     ) -> None:
         self.buffered = buffered
         self.name = name
+        self.partitioned = partitioned
         self._executables = tuple(executables)
         self._inputs = Inputs(buffered, name)
         self._outputs = buffered.plan.outputs
         self._template = _constants(buffered.plan)
-        calls, orders = [], []
+        self._calls, self._orders = [], []
         for step in buffered.plan.steps:
             if isinstance(step, Copy):
-                calls.append(copies[step].run)
-                orders.append(None)
+                self._calls.append(copies[step].run)
+                self._orders.append(None)
             else:
                 executable = executables[step.executable]
                 assert executable is not None, step  # all that are run are compiled
-                calls.append(executable.call)
-                orders.append(executable.order)
-        self._steps = prepare_steps(buffered, calls, orders)
+                self._calls.append(executable.call)
+                self._orders.append(executable.order)
+        self._is_profiled, self._num_calls = wants_profile(), 0
+        self._steps = self._prepared(self._calls)
         self._checked_steps: tuple[PreparedStep, ...] = ()
-        self._prepare_checked = lambda: prepare_steps(buffered, _checked(buffered, calls), orders)
+
+    def _prepared(self, calls: Sequence[Call]) -> tuple[PreparedStep, ...]:
+        if self._is_profiled:
+            plan = self.buffered.plan
+            named = zip(calls, plan.steps, strict=True)
+            calls = [annotated(call, plan, step) for call, step in named]
+        return prepare_steps(self.buffered, calls, self._orders)
 
     def call(self, arguments: Sequence[Any]) -> list[Any]:
         """Enqueues one step.
@@ -114,14 +130,20 @@ class CompiledPlan:
         Raises:
             ExecutionError: An argument was donated before, or a task failed.
         """
+        if current_recorder() is not None:
+            return self._timed_call(arguments)
+        return self._call(arguments, self._checked() if needs_checks() else self._steps)
+
+    def _call(self, arguments: Sequence[Any], steps: Sequence[PreparedStep]) -> list[Any]:
         slots = self._template.copy()
         loaded = False
-        with ENQUEUE_LOCK:
+        with ENQUEUE_LOCK, annotated_call(self.name, self._num_calls, self._is_profiled):
+            self._num_calls += 1
             try:
                 with HeldInterrupt():
                     self._inputs.load(arguments, slots)
                     loaded = True
-                    run_steps(self._checked() if needs_checks() else self._steps, slots)
+                    run_steps(steps, slots)
                     results = [slots[slot] for slot in self._outputs]
                     self._inputs.retire(arguments)
             except BaseException:
@@ -133,8 +155,38 @@ class CompiledPlan:
 
     def _checked(self) -> tuple[PreparedStep, ...]:
         if not self._checked_steps:
-            self._checked_steps = self._prepare_checked()
+            self._checked_steps = self._prepared(_checked(self.buffered, self._calls))
         return self._checked_steps
+
+    def _timed_call(self, arguments: Sequence[Any]) -> list[Any]:
+        """Calls, waits for the end and gives the times to who records (`runtime.timing`)."""
+        recorder, stopwatch = current_recorder(), Stopwatch()
+        assert recorder is not None
+        calls = timed_calls(
+            stopwatch,
+            self.buffered,
+            self._calls,
+            self._orders,
+            self._watched(),
+            alone=recorder.alone,
+        )
+        steps = self._prepared(_checked(self.buffered, calls) if needs_checks() else calls)
+        stopwatch.start()
+        try:
+            results = self._call(arguments, steps)
+        finally:
+            times = stopwatch.stop()
+        recorder.add(self, times)
+        return results
+
+    def _watched(self) -> list[WatchedCall | None]:
+        """Per step the call that says when it has run, where the runtime can say that."""
+        found: list[WatchedCall | None] = []
+        for executable in self._executables:
+            dtypes = () if executable is None else executable.in_dtypes
+            found.append(None if executable is None else watched_call(executable.compiled, dtypes))
+        steps = self.buffered.plan.steps
+        return [None if isinstance(step, Copy) else found[step.executable] for step in steps]
 
     @property
     def input_shardings(self) -> tuple[Sharding | None, ...]:
