@@ -8,7 +8,10 @@ import pytest
 from inline_snapshot import snapshot
 from rich.console import Console
 
+from multimesh._src.report.timeline.calls import MeasuredStep
+from multimesh._src.report.timeline.steps import StepInfo
 from multimesh._src.report.timeline.timeline import Timeline
+from multimesh._src.runtime.timing import CallTimes, StepTimes
 from multimesh.jax import schedules
 from multimesh.jax.errors import DebugError
 from tests.report.timeline.ideal import (
@@ -155,7 +158,7 @@ Tasks
   layer0_bwd             0BW     stage=0     6  2.00 ms  2.00 ms      -  33.3 %
   main#3                 -       stage=0     1        0        0      -   0.0 %
   main#4                 -       stage=1     1        0        0      -   0.0 %
-  alone: a run that nothing else runs beside; share: of all runs of a call.\
+  a run: the median; alone: when nothing else runs; share: of all runs of a call.\
 """)
 
 
@@ -206,6 +209,16 @@ stage=1  BW3------------|.~~1F+BW4------------|1F+BW5------------|\
     narrow = ideal.grid(width=50, color=False).splitlines()
     assert max(map(len, narrow)) <= 50
     assert "\033[30;44m" in ideal.grid(width=80, color=True)
+
+
+def test_tasks_of_one_action_are_drawn_as_one():
+    runs = (("embed", 0, 4.0), ("layer0_fwd", 0, 10.0), ("embed", 1, 20.0))
+    infos = tuple(StepInfo(name, "F", 0, i, "stage=0", (0,), ()) for name, i, _ in runs)
+    times = tuple(StepTimes(i, 0.0, 0.0, end) for i, (*_, end) in enumerate(runs))
+    step = MeasuredStep("step", infos, {}, ("stage=0",))
+    timeline = Timeline([(step, CallTimes(0.0, 20.0, times), False)])
+    *_, line = timeline.grid(width=49, color=False).splitlines()
+    assert line == f"stage=0  0F0{'-' * 16}|0F1{'-' * 16}|"
 
 
 def test_rich_tables_fit_a_terminal():

@@ -176,7 +176,7 @@ def duration(seconds: float) -> str:
 
 def share(part: float, whole: float) -> str:
     """Returns a share in percent, as `4.2 %`."""
-    return f"{100 * part / whole:.1f} %" if whole else "-"
+    return f"{100 * part / whole:z.1f} %" if whole else "-"
 
 
 def _three_digits(number: float) -> str:

@@ -51,7 +51,7 @@ def record(*, alone: bool = False) -> Iterator[Timeline]:
         >>> with record() as timeline:
         ...     result = step(jnp.ones(4))
         >>> [(event.label, event.kind) for event in timeline.call.runs]
-        [('double', '-')]
+        [('double', 'F')]
     """
     timeline = Timeline()
     with recording(Recorder(timeline, alone)):

@@ -7,16 +7,19 @@
     host, and runs that vary     1.4      + what the simulation does not know
     the loop, measured          34.6
 
-Each line is what one more simulation adds: with each kind's mean over the stages, with the mean of
-each node, and with the latency of each edge.
+Each line is what one more simulation adds: with each kind's mean over the stages, with the time of
+each node, and with the latency of each edge. Times are those of median runs, so that a single run
+that something else held up changes nothing but the last part.
 """
 
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median
 
 from multimesh._src.errors import ScheduleError
-from multimesh._src.report.timeline.calls import Call
+from multimesh._src.report.timeline.calls import Call, typical
+from multimesh._src.report.timeline.events import Event
 from multimesh._src.schedule.auto import Auto, Choice
 from multimesh._src.schedule.costs import Costs
 from multimesh._src.schedule.graph import Part, StageGraph
@@ -32,9 +35,9 @@ class Comparison:
     """A loop as it was measured and as it would be by its schedule. All times in seconds.
 
     Attributes:
-        costs: The mean time of every node of the stage graph.
-        latency: The mean time of the copies along every edge of it.
-        measured: From the loop's first start to its last end, in the mean.
+        costs: The time of every node of the stage graph, from the median runs of its tasks.
+        latency: The median time of the copies along every edge of it.
+        measured: From the loop's first start to its last end, in the typical call.
         even: The work of a rank if all had the same.
         equal_stages: The schedule's simulation with stages of equal cost.
         uneven_stages: The simulation with the costs that were measured.
@@ -72,9 +75,9 @@ class Comparison:
         return max(0.0, 1.0 - self.even / self.measured) if self.measured else 0.0
 
     @property
-    def mean_latency(self) -> float:
-        """The mean over the edges of the mean time of their copies."""
-        return sum(self.latency.values()) / len(self.latency) if self.latency else 0.0
+    def typical_latency(self) -> float:
+        """The median over the edges of the time of their copies."""
+        return median(self.latency.values()) if self.latency else 0.0
 
     def best(self) -> Choice | None:
         """What `auto` would choose with these costs; None if it can do nothing of this size."""
@@ -86,7 +89,7 @@ class Comparison:
             schedule.placement,
         )
         try:
-            return Auto(self.costs, self.mean_latency).choose(request)
+            return Auto(self.costs, self.typical_latency).choose(request)
         except ScheduleError:
             return None
 
@@ -106,11 +109,10 @@ def compare_loop(calls: Sequence[Call], loop: int) -> Comparison | None:
     costs, latency = Costs(_with_halves(table, graph)), _latencies(calls, loop, graph)
     even = Costs(_equal(table, graph))
     uneven_stages = simulate(schedule, graph, costs=costs)
-    spans = [_span(call, loop) for call in calls]
     return Comparison(
         costs=costs,
         latency=latency,
-        measured=sum(spans) / len(spans),
+        measured=_span(typical(calls), loop),
         even=sum(uneven_stages.busy) / graph.num_ranks,
         equal_stages=simulate(schedule, graph, costs=even),
         uneven_stages=uneven_stages,
@@ -119,13 +121,16 @@ def compare_loop(calls: Sequence[Call], loop: int) -> Comparison | None:
 
 
 def _node_seconds(calls: Sequence[Call], loop: int, num_microbatches: int) -> dict[str, float]:
-    """Mean seconds of every node in one microbatch."""
-    table: dict[str, float] = {}
+    """Seconds of every node in one microbatch, if all runs were as the median one of their task."""
+    runs: dict[str, list[Event]] = {}
     for event in (event for call in calls for event in call.runs if event.info.loop == loop):
-        for node, share in event.info.nodes:
-            table[node] = table.get(node, 0.0) + share * event.duration
-    runs = len(calls) * num_microbatches
-    return {node: seconds / runs for node, seconds in table.items()}
+        runs.setdefault(event.label, []).append(event)
+    table: dict[str, float] = {}
+    for events in runs.values():
+        whole = median(event.duration for event in events) * len(events)
+        for node, share in events[0].info.nodes:
+            table[node] = table.get(node, 0.0) + share * whole
+    return {node: seconds / (len(calls) * num_microbatches) for node, seconds in table.items()}
 
 
 def _num_passes(call: Call, loop: int) -> int:
@@ -165,7 +170,7 @@ def _with_halves(table: dict[str, float], graph: StageGraph) -> dict[str, float]
 
 
 def _latencies(calls: Sequence[Call], loop: int, graph: StageGraph) -> Latencies:
-    """Mean seconds of the copies between each two nodes whose edge crosses."""
+    """Median seconds of the copies between each two nodes whose edge crosses."""
     crossing = {(str(e.source), str(e.target)) for e in graph.edges if e.crosses}
     found: dict[tuple[str, str], list[float]] = {}
     for call in calls:
@@ -179,4 +184,4 @@ def _latencies(calls: Sequence[Call], loop: int, graph: StageGraph) -> Latencies
                     for target, _ in event.info.nodes:
                         if (source, target) in crossing:
                             found.setdefault((source, target), []).append(copy.duration)
-    return {edge: sum(seconds) / len(seconds) for edge, seconds in found.items()}
+    return {edge: median(seconds) for edge, seconds in found.items()}

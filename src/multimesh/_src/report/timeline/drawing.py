@@ -4,7 +4,8 @@
     stage=0  hh0F0--|0F1--|..........~0BW0----|0BW1-----|main-|
     stage=1  .....~~~1F+BW0-----|1F+BW1-----|.......main-|
 
-After the last run of a submesh its line is blank.
+A column is as wide as it takes to name most actions. After the last run of a submesh its line is
+blank.
 """
 
 import math
@@ -12,7 +13,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from multimesh._src.report.tables import duration
 from multimesh._src.report.timeline.calls import Call
@@ -95,22 +96,35 @@ class _Painted:
 
     start: int
     end: int
-    text: str
+    name: str
+    fill: str
     color: int
+
+    @property
+    def text(self) -> str:
+        """What is drawn: the name as far as it has room, and a bar at the end of a run."""
+        length = self.end - self.start
+        if not self.color:
+            return self.fill * length
+        return self.name[: length - 1].ljust(length - 1, self.fill) + "|"
 
 
 def _painted(blocks: Iterator[_Block], unit: float) -> list[_Painted]:
-    """Rounds times to columns; what is shorter than half a column may vanish."""
+    """Rounds times to columns; what is shorter than half a column may vanish.
+
+    Tasks of one action that run back to back are one block.
+    """
     found: list[_Painted] = []
     for block in blocks:
         start = max(round(block.start / unit), found[-1].end if found else 0)
         end = round(block.end / unit)
         if end <= start:
             continue
-        length = end - start
-        text = block.text[: length - 1] if block.color and length > 1 else block.text[:length]
-        text = text.ljust(length - 1, block.fill) + "|" if block.color else block.fill * length
-        found.append(_Painted(start, end, text[:length], block.color))
+        last = found[-1] if found else None
+        if last and block.color and (last.end, last.name) == (start, block.text):
+            found[-1] = replace(last, end=end)
+        else:
+            found.append(_Painted(start, end, block.text, block.fill, block.color))
     return found
 
 

@@ -62,7 +62,7 @@ class Event:
 
     @property
     def kind(self) -> str:
-        """`F`, `B`, `W`, `BW`, of fused tasks `F+BW`; `-` outside of pipelines; `copy`."""
+        """`F`, `B`, `W`, `BW`, of fused tasks `F+BW`; `-` if it is none of them; `copy`."""
         return self.info.kind
 
     @property

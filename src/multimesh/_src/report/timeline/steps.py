@@ -30,7 +30,7 @@ class StepInfo:
     Attributes:
         label: The name of the task, from the second one of that name on with `#2`, ...; of a copy
             its edge, as `stage=0 -> stage=1`.
-        kind: `F`, `B`, `W`, `BW`, of fused tasks `F+BW`; `-` outside of pipelines; `copy`.
+        kind: `F`, `B`, `W`, `BW`, of fused tasks `F+BW`; `-` if it is none of them; `copy`.
         stage: Its stage, -1 where it is no action of a pipeline.
         microbatch: The iteration of its loop, -1 outside of loops; of a copy, that of the run
             that makes what it copies.

@@ -115,8 +115,8 @@ def _tasks(tasks: tuple[TaskTimes, ...]) -> Table:
             f"{task.info.stage}{task.info.kind}" if task.info.stage >= 0 else task.info.kind,
             task.info.submesh,
             str(task.num_runs),
-            duration(task.mean),
-            duration(task.largest),
+            duration(task.median),
+            duration(task.longest),
             duration(task.alone) if task.alone else "-",
             share(task.total, total),
         )
@@ -127,7 +127,7 @@ def _tasks(tasks: tuple[TaskTimes, ...]) -> Table:
         "Tasks",
         columns,
         rows,
-        note="alone: a run that nothing else runs beside; share: of all runs of a call.",
+        note="a run: the median; alone: when nothing else runs; share: of all runs of a call.",
     )
 
 
@@ -136,7 +136,7 @@ def _copies(tasks: tuple[TaskTimes, ...]) -> Table:
         (
             task.info.label,
             str(task.num_runs),
-            duration(task.mean),
+            duration(task.median),
             duration(task.alone) if task.alone else "-",
         )
         for task in tasks

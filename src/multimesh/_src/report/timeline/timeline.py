@@ -21,11 +21,12 @@ from multimesh._src.report.timeline.calls import (
     MeasuredStep,
     SubmeshTimes,
     TaskTimes,
-    copy_means,
+    copy_medians,
     make_call,
     measured_step,
     submesh_times,
     task_times,
+    typical,
 )
 from multimesh._src.report.timeline.comparison import Comparison, compare_loop
 from multimesh._src.report.timeline.events import Event
@@ -53,8 +54,8 @@ class Timeline:
         found = []
         for step in dict.fromkeys(step for step, _, _ in self._recorded):
             mine = [(times, alone) for other, times, alone in self._recorded if other is step]
-            means = copy_means(step, mine)
-            found += [make_call(step, times, alone, means) for times, alone in mine]
+            medians = copy_medians(step, mine)
+            found += [make_call(step, times, alone, medians) for times, alone in mine]
         return tuple(sorted(found, key=lambda call: call.began))
 
     @property
@@ -82,8 +83,7 @@ class Timeline:
             DebugError: Nothing was recorded.
         """
         together, alone = self._last_step()
-        ordered = sorted(together or alone, key=lambda call: call.duration)
-        return ordered[(len(ordered) - 1) // 2]
+        return typical(together or alone)
 
     @property
     def events(self) -> tuple[Event, ...]:
@@ -129,7 +129,7 @@ class Timeline:
         return tuple(comparison for comparison in found if comparison is not None)
 
     def costs(self, *, alone: bool = False) -> Costs:
-        """The mean times of the actions of the first microbatch loop, in seconds.
+        """The median times of the actions of the first microbatch loop, in seconds.
 
         They serve `schedules.auto`, `simulate`, `compare` and `grid`. Where B and W ran as one
         action each of them is given half of its time.
@@ -144,8 +144,8 @@ class Timeline:
         return self._comparison(alone=alone).costs
 
     def latency(self, *, alone: bool = False) -> float:
-        """The mean time of copies between the actions of the first microbatch loop, in seconds."""
-        return self._comparison(alone=alone).mean_latency
+        """The median time of copies between the actions of the first microbatch loop, in seconds."""
+        return self._comparison(alone=alone).typical_latency
 
     def _comparison(self, *, alone: bool) -> Comparison:
         calls = self._last_step()[alone]
