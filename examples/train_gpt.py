@@ -6,8 +6,8 @@ pipeline it stands in `make_multi_mesh`. Run it with
     python examples/train_gpt.py --schedule 1f1b
     python examples/train_gpt.py --stages 4 --data 1 --model 2 --untied --dropout 0.1
 
-`--timeline step.json` measures the trained step: tables of who waits and why, a drawing, and a trace
-for https://ui.perfetto.dev (`step.png` draws an image instead).
+`--timeline step.json` measures the trained step: tables of who waits and why, a drawing, and a
+trace for https://ui.perfetto.dev (`step.png` draws an image instead).
 
 `--check` also runs the same function by plain `jax.jit`: the first steps are compared array by
 array (see `tests/oracle.py`), afterwards the losses.

@@ -63,9 +63,7 @@ def stats_of(file, names):
 
 
 @pytest.mark.parametrize("recorded", [False, True])
-def test_traces_show_our_names(
-    monkeypatch: pytest.MonkeyPatch, tmp_path, recorded: bool
-) -> None:
+def test_traces_show_our_names(monkeypatch: pytest.MonkeyPatch, tmp_path, recorded: bool) -> None:
     monkeypatch.setenv("MULTIMESH_PROFILE", "1")
     compiled = compile_plan(chain(), name="train_step")
     monkeypatch.delenv("MULTIMESH_PROFILE")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from multimesh._src.report.timeline.calls import MeasuredStep, copy_medians, make_call, submesh_times
+from multimesh._src.report.timeline.calls import MeasuredStep, copy_means, make_call, submesh_times
 from multimesh._src.report.timeline.events import Waits, events_alone, events_together
 from multimesh._src.report.timeline.steps import StepInfo
 from multimesh._src.runtime.timing import CallTimes, StepTimes
@@ -101,11 +101,11 @@ def test_overlapping_submeshes_wait_for_each_other():
     assert (every.busy, every.waits.total, every.done) == (3, 0, 1)
 
 
-def test_medians_of_copies_prefer_those_alone():
+def test_means_of_copies_prefer_those_alone():
     step = MeasuredStep("step", INFOS, {}, ("stage=0", "stage=1"))
     together = times((1, 2, 10), (2, 3, 12), (3, 4, 20), (4, 5, 19))
     alone = times((1, 2, 5), (6, 7, 9), (9, 10, 15), (16, 17, 20))
     edge = "stage=0 -> stage=1"
-    assert copy_medians(step, [(together, False)]) == {edge: 2.0}
-    assert copy_medians(step, [(together, False), (alone, True)]) == {edge: 3.0}
-    assert copy_medians(step, [(times((1, 2, 3), (2, 3), (3, 4, 5), (4, 5, 6)), False)]) == {}
+    assert copy_means(step, [(together, False)]) == {edge: 2.0}
+    assert copy_means(step, [(together, False), (alone, True)]) == {edge: 3.0}
+    assert copy_means(step, [(times((1, 2, 3), (2, 3), (3, 4, 5), (4, 5, 6)), False)]) == {}

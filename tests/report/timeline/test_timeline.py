@@ -158,7 +158,7 @@ Tasks
   layer0_bwd             0BW     stage=0     6  2.00 ms  2.00 ms      -  33.3 %
   main#3                 -       stage=0     1        0        0      -   0.0 %
   main#4                 -       stage=1     1        0        0      -   0.0 %
-  a run: the median; alone: when nothing else runs; share: of all runs of a call.\
+  a run: the mean; alone: when nothing else runs; share: of all runs of a call.\
 """)
 
 

@@ -6,7 +6,7 @@ train_step, 41.2 ms     stage=0   busy 70 %, waited 18 % for tasks, 1 % for copi
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import fmean
 from typing import Any
 
 from multimesh._src.report.timeline.events import (
@@ -95,7 +95,7 @@ def make_call(
     return Call(step, events, times.begin, duration, alone)
 
 
-def copy_medians(step: MeasuredStep, recorded: Iterable[tuple[CallTimes, bool]]) -> dict[str, float]:
+def copy_means(step: MeasuredStep, recorded: Iterable[tuple[CallTimes, bool]]) -> dict[str, float]:
     """How long the copies of each edge take that were seen to end; those alone say it best."""
     found: dict[bool, dict[str, list[float]]] = {True: {}, False: {}}
     for times, alone in recorded:
@@ -104,7 +104,7 @@ def copy_medians(step: MeasuredStep, recorded: Iterable[tuple[CallTimes, bool]])
             if event.step in seen:
                 found[alone].setdefault(event.label, []).append(event.duration)
     best = {**found[False], **found[True]}
-    return {edge: median(seconds) for edge, seconds in best.items()}
+    return {edge: fmean(seconds) for edge, seconds in best.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,31 +146,35 @@ def _submesh_times(call: Call, label: str) -> SubmeshTimes:
 
 @dataclass(frozen=True, slots=True)
 class TaskTimes:
-    """Seconds of one task, or of the copies along one edge, in all measured calls.
+    """Seconds of one task, or of the copies along one edge, in several calls.
 
     Attributes:
         info: One of its steps.
         num_runs: Runs in one call.
-        median: The median run, while other submeshes run too.
+        mean: The mean time of a run, while other submeshes run too.
         longest: The longest run.
-        alone: The median run by itself; 0 if that was not measured.
+        alone: The mean time of a run by itself; 0 if that was not measured.
     """
 
     info: StepInfo
     num_runs: int
-    median: float
+    mean: float
     longest: float
     alone: float
 
     @property
     def total(self) -> float:
-        """Seconds of all its runs in one call, if all were as the median."""
-        return self.median * self.num_runs
+        """Seconds of all its runs in one call."""
+        return self.mean * self.num_runs
 
 
-def typical(calls: Sequence[Call]) -> Call:
-    """The call of median duration."""
-    return sorted(calls, key=lambda call: call.duration)[(len(calls) - 1) // 2]
+def faster_half(calls: Sequence[Call]) -> list[Call]:
+    """The calls that are no slower than the median one, which is the last.
+
+    Means are taken over them: over whole calls, because what a thread sees late lengthens one run
+    and shortens the next, and not over the slowest, in which something else kept the machine busy.
+    """
+    return sorted(calls, key=lambda call: call.duration)[: (len(calls) + 1) // 2]
 
 
 def task_times(together: Sequence[Call], alone: Sequence[Call]) -> tuple[TaskTimes, ...]:
@@ -182,9 +186,9 @@ def task_times(together: Sequence[Call], alone: Sequence[Call]) -> tuple[TaskTim
         TaskTimes(
             info,
             len(times) // num_calls,
-            median(times),
+            fmean(times),
             max(times),
-            median(by_itself[key][1]) if key in by_itself else 0.0,
+            fmean(by_itself[key][1]) if key in by_itself else 0.0,
         )
         for key, (info, times) in durations.items()
     ]

@@ -106,7 +106,7 @@ def _box(
         return
     edge = "white" if text else color
     axes.broken_barh([(start * 1e3, width)], (row - 0.4, 0.8), facecolor=color, edgecolor=edge)
-    if (end - start) / whole > 0.011 * len(text):
+    if (end - start) / whole > 0.007 * len(text):
         middle = (start + end) / 2 * 1e3
         axes.text(middle, row, text, ha="center", va="center", fontsize=7, clip_on=True)
 

@@ -8,18 +8,16 @@
     the loop, measured          34.6
 
 Each line is what one more simulation adds: with each kind's mean over the stages, with the time of
-each node, and with the latency of each edge. Times are those of median runs, so that a single run
-that something else held up changes nothing but the last part.
+each node, and with the latency of each edge.
 """
 
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import fmean
 
 from multimesh._src.errors import ScheduleError
-from multimesh._src.report.timeline.calls import Call, typical
-from multimesh._src.report.timeline.events import Event
+from multimesh._src.report.timeline.calls import Call
 from multimesh._src.schedule.auto import Auto, Choice
 from multimesh._src.schedule.costs import Costs
 from multimesh._src.schedule.graph import Part, StageGraph
@@ -35,9 +33,9 @@ class Comparison:
     """A loop as it was measured and as it would be by its schedule. All times in seconds.
 
     Attributes:
-        costs: The time of every node of the stage graph, from the median runs of its tasks.
-        latency: The median time of the copies along every edge of it.
-        measured: From the loop's first start to its last end, in the typical call.
+        costs: The mean time of every node of the stage graph.
+        latency: The mean time of the copies along every edge of it.
+        measured: From the loop's first start to its last end, in the mean.
         even: The work of a rank if all had the same.
         equal_stages: The schedule's simulation with stages of equal cost.
         uneven_stages: The simulation with the costs that were measured.
@@ -75,9 +73,9 @@ class Comparison:
         return max(0.0, 1.0 - self.even / self.measured) if self.measured else 0.0
 
     @property
-    def typical_latency(self) -> float:
-        """The median over the edges of the time of their copies."""
-        return median(self.latency.values()) if self.latency else 0.0
+    def mean_latency(self) -> float:
+        """The mean over the edges of the mean time of their copies."""
+        return fmean(self.latency.values()) if self.latency else 0.0
 
     def best(self) -> Choice | None:
         """What `auto` would choose with these costs; None if it can do nothing of this size."""
@@ -89,7 +87,7 @@ class Comparison:
             schedule.placement,
         )
         try:
-            return Auto(self.costs, self.typical_latency).choose(request)
+            return Auto(self.costs, self.mean_latency).choose(request)
         except ScheduleError:
             return None
 
@@ -112,7 +110,7 @@ def compare_loop(calls: Sequence[Call], loop: int) -> Comparison | None:
     return Comparison(
         costs=costs,
         latency=latency,
-        measured=_span(typical(calls), loop),
+        measured=fmean(_span(call, loop) for call in calls),
         even=sum(uneven_stages.busy) / graph.num_ranks,
         equal_stages=simulate(schedule, graph, costs=even),
         uneven_stages=uneven_stages,
@@ -121,15 +119,11 @@ def compare_loop(calls: Sequence[Call], loop: int) -> Comparison | None:
 
 
 def _node_seconds(calls: Sequence[Call], loop: int, num_microbatches: int) -> dict[str, float]:
-    """Seconds of every node in one microbatch, if all runs were as the median one of their task."""
-    runs: dict[str, list[Event]] = {}
-    for event in (event for call in calls for event in call.runs if event.info.loop == loop):
-        runs.setdefault(event.label, []).append(event)
+    """Mean seconds of every node in one microbatch."""
     table: dict[str, float] = {}
-    for events in runs.values():
-        whole = median(event.duration for event in events) * len(events)
-        for node, share in events[0].info.nodes:
-            table[node] = table.get(node, 0.0) + share * whole
+    for event in (event for call in calls for event in call.runs if event.info.loop == loop):
+        for node, share in event.info.nodes:
+            table[node] = table.get(node, 0.0) + share * event.duration
     return {node: seconds / (len(calls) * num_microbatches) for node, seconds in table.items()}
 
 
@@ -170,7 +164,7 @@ def _with_halves(table: dict[str, float], graph: StageGraph) -> dict[str, float]
 
 
 def _latencies(calls: Sequence[Call], loop: int, graph: StageGraph) -> Latencies:
-    """Median seconds of the copies between each two nodes whose edge crosses."""
+    """Mean seconds of the copies between each two nodes whose edge crosses."""
     crossing = {(str(e.source), str(e.target)) for e in graph.edges if e.crosses}
     found: dict[tuple[str, str], list[float]] = {}
     for call in calls:
@@ -184,4 +178,4 @@ def _latencies(calls: Sequence[Call], loop: int, graph: StageGraph) -> Latencies
                     for target, _ in event.info.nodes:
                         if (source, target) in crossing:
                             found.setdefault((source, target), []).append(copy.duration)
-    return {edge: median(seconds) for edge, seconds in found.items()}
+    return {edge: fmean(seconds) for edge, seconds in found.items()}

@@ -39,8 +39,10 @@ class Tables:
 
     def _advice(self) -> Iterator[str]:
         if self.advice:
-            indents = {"initial_indent": "  - ", "subsequent_indent": "    "}
-            wrapped = (textwrap.fill(sentence, WIDTH, **indents) for sentence in self.advice)
+            wrapped = (
+                textwrap.fill(text, WIDTH, initial_indent="  - ", subsequent_indent="    ")
+                for text in self.advice
+            )
             yield "\n".join(("What to change", *wrapped))
 
     def __str__(self) -> str:
@@ -78,7 +80,10 @@ def _heading(timeline: "Timeline") -> str:
     if len(times) == 1:
         return f"{call.name}: one call of {shown}{how}."
     low, high = duration(min(times)), duration(max(times))
-    return f"{call.name}: {len(times)} calls of {low} to {high}{how}; shown is one of {shown}."
+    return (
+        f"{call.name}: {len(times)} calls of {low} to {high}{how}. Shown is one of {shown}; means "
+        "are over those no slower."
+    )
 
 
 def _submeshes(submeshes: tuple[SubmeshTimes, ...], whole: float) -> Table:
@@ -115,7 +120,7 @@ def _tasks(tasks: tuple[TaskTimes, ...]) -> Table:
             f"{task.info.stage}{task.info.kind}" if task.info.stage >= 0 else task.info.kind,
             task.info.submesh,
             str(task.num_runs),
-            duration(task.median),
+            duration(task.mean),
             duration(task.longest),
             duration(task.alone) if task.alone else "-",
             share(task.total, total),
@@ -127,7 +132,7 @@ def _tasks(tasks: tuple[TaskTimes, ...]) -> Table:
         "Tasks",
         columns,
         rows,
-        note="a run: the median; alone: when nothing else runs; share: of all runs of a call.",
+        note="a run: the mean; alone: when nothing else runs; share: of all runs of a call.",
     )
 
 
@@ -136,7 +141,7 @@ def _copies(tasks: tuple[TaskTimes, ...]) -> Table:
         (
             task.info.label,
             str(task.num_runs),
-            duration(task.median),
+            duration(task.mean),
             duration(task.alone) if task.alone else "-",
         )
         for task in tasks

@@ -21,12 +21,12 @@ from multimesh._src.report.timeline.calls import (
     MeasuredStep,
     SubmeshTimes,
     TaskTimes,
-    copy_medians,
+    copy_means,
+    faster_half,
     make_call,
     measured_step,
     submesh_times,
     task_times,
-    typical,
 )
 from multimesh._src.report.timeline.comparison import Comparison, compare_loop
 from multimesh._src.report.timeline.events import Event
@@ -54,8 +54,8 @@ class Timeline:
         found = []
         for step in dict.fromkeys(step for step, _, _ in self._recorded):
             mine = [(times, alone) for other, times, alone in self._recorded if other is step]
-            medians = copy_medians(step, mine)
-            found += [make_call(step, times, alone, medians) for times, alone in mine]
+            means = copy_means(step, mine)
+            found += [make_call(step, times, alone, means) for times, alone in mine]
         return tuple(sorted(found, key=lambda call: call.began))
 
     @property
@@ -83,7 +83,7 @@ class Timeline:
             DebugError: Nothing was recorded.
         """
         together, alone = self._last_step()
-        return typical(together or alone)
+        return faster_half(together or alone)[-1]
 
     @property
     def events(self) -> tuple[Event, ...]:
@@ -117,19 +117,19 @@ class Timeline:
 
     @property
     def tasks(self) -> tuple[TaskTimes, ...]:
-        """Times of all tasks, then of the copies along each edge, over all calls."""
-        return task_times(*self._last_step())
+        """Times of all tasks, then of the copies along each edge, in the faster half of calls."""
+        return task_times(*map(faster_half, self._last_step()))
 
     @property
     def comparisons(self) -> tuple[Comparison, ...]:
         """Every microbatch loop of the step as measured and by its schedule."""
         together, alone = self._last_step()
-        calls = together or alone
+        calls = faster_half(together or alone)
         found = (compare_loop(calls, loop) for loop in sorted(calls[0].step.schedules))
         return tuple(comparison for comparison in found if comparison is not None)
 
     def costs(self, *, alone: bool = False) -> Costs:
-        """The median times of the actions of the first microbatch loop, in seconds.
+        """The mean times of the actions of the first microbatch loop, in seconds.
 
         They serve `schedules.auto`, `simulate`, `compare` and `grid`. Where B and W ran as one
         action each of them is given half of its time.
@@ -144,11 +144,11 @@ class Timeline:
         return self._comparison(alone=alone).costs
 
     def latency(self, *, alone: bool = False) -> float:
-        """The median time of copies between the actions of the first microbatch loop, in seconds."""
-        return self._comparison(alone=alone).typical_latency
+        """The mean time of copies between the actions of the first microbatch loop, in seconds."""
+        return self._comparison(alone=alone).mean_latency
 
     def _comparison(self, *, alone: bool) -> Comparison:
-        calls = self._last_step()[alone]
+        calls = faster_half(self._last_step()[alone])
         if not calls:
             raise DebugError(
                 message(
