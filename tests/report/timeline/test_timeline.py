@@ -80,6 +80,19 @@ def test_a_pipeline_of_equal_stages_has_only_its_bubble(partitioned):
         assert times.waits.task + times.done == pytest.approx(theory.makespan - busy)
 
 
+def test_an_overlapped_pair_is_both_its_actions():
+    partitioned = partitioned_step(num_stages=2, schedule="dualpipe-v", num_layers=4)
+    (simulation,) = partitioned.schedules.values()
+    pairs = {str(what) for _, what in simulation.order if isinstance(what, schedules.Pair)}
+    timeline = ideal_timeline(partitioned, costs_of(partitioned))
+    drawn = {event.action for event in timeline.events if event.action.startswith("[")}
+    assert drawn and drawn <= pairs
+    parts = {task.info.part for task in timeline.tasks if task.info.pair}
+    assert "1F+2B+2W" in parts
+    (comparison,) = timeline.comparisons
+    assert dict(comparison.parts)["host, and runs that vary"] == pytest.approx(0, abs=1e-9)
+
+
 def test_a_slow_host_is_seen():
     partitioned = partitioned_step()
     timeline = ideal_timeline(partitioned, costs_of(partitioned), enqueue=0.5 * MS)

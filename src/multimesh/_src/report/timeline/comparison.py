@@ -11,10 +11,12 @@ Each line is what one more simulation adds: with each kind's mean over the stage
 each node, and with the latency of each edge.
 """
 
-from collections import Counter
+import re
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
+from typing import TypeAlias
 
 from multimesh._src.errors import ScheduleError
 from multimesh._src.report.timeline.calls import Call
@@ -25,7 +27,8 @@ from multimesh._src.schedule.placement import num_chunks_of
 from multimesh._src.schedule.rule import Request
 from multimesh._src.schedule.simulate import Simulation, simulate
 
-Latencies = dict[tuple[str, str], float]
+Latencies: TypeAlias = dict[tuple[str, str], float]
+_Runs: TypeAlias = dict[str, dict[tuple[int, int], float]]  # name -> (call, which run) -> seconds
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -101,7 +104,7 @@ def compare_loop(calls: Sequence[Call], loop: int) -> Comparison | None:
     """
     planned = calls[0].step.schedules[loop]
     graph, schedule = planned.graph, planned.schedule
-    table = _node_seconds(calls, loop, schedule.num_microbatches)
+    table = _node_seconds(calls, loop)
     if {str(node) for node in graph.nodes} - set(table) or _num_passes(calls[0], loop) > 1:
         return None
     costs, latency = Costs(_with_halves(table, graph)), _latencies(calls, loop, graph)
@@ -118,13 +121,24 @@ def compare_loop(calls: Sequence[Call], loop: int) -> Comparison | None:
     )
 
 
-def _node_seconds(calls: Sequence[Call], loop: int, num_microbatches: int) -> dict[str, float]:
-    """Mean seconds of every node in one microbatch."""
-    table: dict[str, float] = {}
-    for event in (event for call in calls for event in call.runs if event.info.loop == loop):
-        for node, share in event.info.nodes:
-            table[node] = table.get(node, 0.0) + share * event.duration
-    return {node: seconds / (len(calls) * num_microbatches) for node, seconds in table.items()}
+def _node_seconds(calls: Sequence[Call], loop: int) -> dict[str, float]:
+    """Mean seconds of every node in one microbatch, and of every overlapped pair.
+
+    A node that also runs apart is judged by that: what overlaps is slower than by itself.
+    """
+    apart: _Runs = defaultdict(lambda: defaultdict(float))
+    paired: _Runs = defaultdict(lambda: defaultdict(float))
+    for number, call in enumerate(calls):
+        for event in call.runs:
+            if event.info.loop != loop:
+                continue
+            if event.info.pair:
+                pair = re.sub(r"\d+(?=[|\]])", "", event.info.pair)  # without microbatches
+                apart[pair][number, event.step] += event.duration
+            for node, share in event.info.nodes:
+                runs, which = (paired, event.step) if event.info.pair else (apart, event.microbatch)
+                runs[node][number, which] += share * event.duration
+    return {name: fmean(runs.values()) for name, runs in {**paired, **apart}.items()}
 
 
 def _num_passes(call: Call, loop: int) -> int:
@@ -139,8 +153,8 @@ def _span(call: Call, loop: int) -> float:
 
 
 def _equal(table: dict[str, float], graph: StageGraph) -> dict[str, float]:
-    """The table with the mean over the stages for each kind."""
-    kinds: dict[str, list[str]] = {}
+    """The table with the mean over the stages for each kind, and over all overlapped pairs."""
+    kinds = {"pairs": [name for name in table if name.startswith("[")]}
     for node in graph.nodes:
         if isinstance(node, Part):
             kinds.setdefault(node.kind, []).append(str(node))

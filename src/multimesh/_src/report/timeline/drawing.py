@@ -81,8 +81,7 @@ def _blocks(call: Call, label: str) -> Iterator[_Block]:
         for seconds, sign in ((waits.task, TASKS), (waits.copy, COPY), (waits.host, HOST)):
             yield _Block(at, at + seconds, "", sign)
             at += seconds
-        text = event.action if event.stage >= 0 else event.label
-        yield _Block(event.start, event.end, text, "-", _color(event, number))
+        yield _Block(event.start, event.end, event.action, "-", _color(event, number))
         at = event.end
 
 

@@ -87,10 +87,8 @@ class Event:
 
     @property
     def action(self) -> str:
-        """Its action, as `1F0` or `1F+BW0`; outside of pipelines the name of the task."""
-        if self.stage < 0:
-            return self.label
-        return f"{self.stage}{self.kind}{self.microbatch}"
+        """Its action, as `1F0`, `1F+BW0` or `[0F3|7BW1]`; outside of pipelines its label."""
+        return self.info.action
 
 
 def events_alone(infos: Sequence[StepInfo], times: CallTimes) -> tuple[Event, ...]:

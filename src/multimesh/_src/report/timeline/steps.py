@@ -8,7 +8,7 @@ is divided among them by their estimated operations.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from multimesh._src.ir.plan import Plan, Run, Slot
@@ -16,8 +16,9 @@ from multimesh._src.ir.program import TaskNode, all_loops
 from multimesh._src.jax_compat import jaxprs
 from multimesh._src.partition.assign.cloned import cost_of
 from multimesh._src.partition.pipeline import Partitioned
-from multimesh._src.report.labels import Unit, find_units
+from multimesh._src.report.labels import JOINT, Unit, find_units
 from multimesh._src.runtime.buffers import reads, writes
+from multimesh._src.schedule.actions import Pair
 from multimesh._src.schedule.simulate import Simulation
 
 COPY = "copy"
@@ -40,6 +41,7 @@ class StepInfo:
         loop: The index of its pipelined loop, -1 if it is in none.
         nodes: The nodes of that loop's stage graph that it runs, and the share of its time that
             each takes.
+        pair: The actions, as `[0F3|7BW1]`, where it runs two that overlap.
     """
 
     label: str
@@ -51,6 +53,19 @@ class StepInfo:
     needs: tuple[int, ...]
     loop: int = -1
     nodes: tuple[tuple[str, float], ...] = ()
+    pair: str = ""
+
+    @property
+    def action(self) -> str:
+        """Its action, as `1F0`, `1F+BW0` or `[0F3|7BW1]`; outside of pipelines its label."""
+        return self.pair or (f"{self.part}{self.microbatch}" if self.stage >= 0 else self.label)
+
+    @property
+    def part(self) -> str:
+        """Its action without the microbatch; outside of pipelines its kind."""
+        if self.pair:
+            return "+".join(name for name, _ in self.nodes)
+        return f"{self.stage}{self.kind}" if self.stage >= 0 else self.kind
 
     @property
     def is_copy(self) -> bool:
@@ -77,7 +92,8 @@ def describe_steps(plan: Plan, partitioned: Partitioned | None) -> tuple[StepInf
         made_by.update(dict.fromkeys(writes(step), number))
         if isinstance(step, Run):
             unit = found[units.unit_of[number]]
-            infos.append(_of_run(unit, needs, step.iteration))
+            pair = _pair(step, schedules[unit.loop]) if unit.loop >= 0 else ""
+            infos.append(replace(unit, needs=needs, microbatch=step.iteration, pair=pair))
         else:
             source = infos[needs[0]].microbatch if needs else -1
             goal = step.edge.rpartition(" -> ")[2]
@@ -85,18 +101,10 @@ def describe_steps(plan: Plan, partitioned: Partitioned | None) -> tuple[StepInf
     return tuple(infos)
 
 
-def _of_run(unit: StepInfo, needs: tuple[int, ...], microbatch: int) -> StepInfo:
-    return StepInfo(
-        unit.label,
-        unit.kind,
-        unit.stage,
-        microbatch,
-        unit.submesh,
-        unit.devices,
-        needs,
-        unit.loop,
-        unit.nodes,
-    )
+def _pair(run: Run, simulation: Simulation) -> str:
+    """The pair of actions that a run is, empty if it is none."""
+    event = simulation.order[run.group][1] if run.group >= 0 else None
+    return str(event) if isinstance(event, Pair) and JOINT in run.task else ""
 
 
 def _loops_of_tasks(partitioned: Partitioned) -> Mapping[int, int]:

@@ -117,7 +117,7 @@ def _tasks(tasks: tuple[TaskTimes, ...]) -> Table:
     rows = tuple(
         (
             task.info.label,
-            f"{task.info.stage}{task.info.kind}" if task.info.stage >= 0 else task.info.kind,
+            task.info.part,
             task.info.submesh,
             str(task.num_runs),
             duration(task.mean),
