@@ -94,6 +94,11 @@ return %36, %38, %24\
 """)
 
 
+def test_split_stacks(texts: dict[str, str]) -> None:
+    """There is no stack; `test_stacks` has programs with some."""
+    assert texts["split_stacks"] == texts["simplify_loops"]
+
+
 def test_assign(texts: dict[str, str]) -> None:
     assert texts["assign"] == snapshot("""\
 train(%0:float32[8,8], %1:float32[8,8], %3:float32[2,2,8]) constants ()

@@ -9,7 +9,7 @@ from multimesh._src.partition import text
 from multimesh.jax import mjit
 from tests.staging import models
 
-PASSES = ["inline", "simplify_loops", "assign", "split", "emit", "fuse", "explain"]
+PASSES = ["inline", "simplify_loops", "split_stacks", "assign", "split", "emit", "fuse", "explain"]
 
 
 def double(w, x):
@@ -28,9 +28,9 @@ def test_every_pass_is_written(tmp_path, monkeypatch):
     folder = tmp_path / "new" / "0_double"
     files = sorted(path.name for path in folder.iterdir())
     assert files == [f"{number}_{name}.txt" for number, name in enumerate(PASSES)]
-    assert (folder / "3_split.txt").read_text() == lowered.as_text() + "\n"
-    assert (folder / "6_explain.txt").read_text() == f"{lowered.explain()}\n"
-    assert "run 0f" in (folder / "4_emit.txt").read_text()
+    assert (folder / "4_split.txt").read_text() == lowered.as_text() + "\n"
+    assert (folder / "7_explain.txt").read_text() == f"{lowered.explain()}\n"
+    assert "run 0f" in (folder / "5_emit.txt").read_text()
 
 
 def test_functions_are_numbered(tmp_path, monkeypatch):

@@ -6,10 +6,10 @@ Nothing here says when a slot is freed or donated: `runtime.buffers` adds that.
 """
 
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 from jax.extend.core import ClosedJaxpr
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from multimesh._src.ir.submesh import Submesh
 
@@ -93,22 +93,54 @@ Step: TypeAlias = Run | Copy | HostLoop
 
 
 @dataclass(frozen=True, slots=True)
+class Block:
+    """A part of a stack `[L, ...]`, which the caller holds as one array (R7).
+
+    The array is the `index`-th flat argument or result; its first dim is cut into `count` equal
+    parts over axis `axis` of `mesh`, and this is part `number`.
+    """
+
+    index: int
+    number: int
+    count: int
+    mesh: Mesh
+    axis: str
+
+    def whole_sharding(self, sharding: NamedSharding) -> NamedSharding:
+        """The sharding of the whole array whose parts have `sharding`."""
+        first, *rest = cast(tuple[Any, ...], tuple(sharding.spec) or (None,))
+        inside: tuple[Any, ...] = () if first is None else (first,)
+        if isinstance(first, tuple):
+            inside = cast(tuple[Any, ...], first)
+        spec = PartitionSpec((self.axis, *inside) if inside else self.axis, *rest)
+        return NamedSharding(self.mesh, spec, memory_kind=sharding.memory_kind)
+
+
+@dataclass(frozen=True, slots=True)
 class Input:
-    """A flat argument of the step: the slots that it fills when the step is called.
+    """A flat argument of the step, or a block of one: the slots that it fills at a call.
 
     `slots` has one entry per sharding in which the argument itself is wanted at call time (usually
     one). `microbatches` > 0 says that the array is wanted microbatch-major: `[B, ...]` cut along
     dim `dim` is stored as `[microbatches, ..., B / microbatches, ...]`: a new dim in front, and the
     rows of one microbatch where the cut dim was.
-    An unused argument has no slots.
+    An unused argument has no slots. `block` says that it is a part of the `argument`-th one, and
+    `shift` how many more blocks than arguments stand before it.
     """
 
-    index: int  # position among the flat arguments
+    index: int  # position among the flat arguments, each block counted
     name: str  # the user's name, as `state['params'][0]`
     slots: tuple[Slot, ...]
     donated: bool
     microbatches: int = 0
     dim: int = 0
+    block: Block | None = None
+    shift: int = 0
+
+    @property
+    def argument(self) -> int:
+        """Position among the caller's flat arguments."""
+        return self.index - self.shift
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +155,9 @@ class Constant:
 class Plan:
     """All that one call does. `outputs[i]` is the slot of the i-th flat result.
 
+    Where results are held in blocks, `outputs` lists the blocks in their place, and `output_blocks`
+    says for every output which block it is, if it is one; it is empty where there are none.
+
     `outputs` may name one slot twice, or the slot of an input: the runtime returns the same array
     (for an input: the caller's own array where it already lay in place).
     """
@@ -133,3 +168,4 @@ class Plan:
     executables: tuple[Executable, ...]
     steps: tuple[Step, ...]
     outputs: tuple[Slot, ...]
+    output_blocks: tuple[Block | None, ...] = ()

@@ -11,7 +11,7 @@ The body of a `while` is a plan of its own. Everything that it reads from outsid
 at each place where it is wanted, so that it crosses once and not in every iteration.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -21,6 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from multimesh._src.ir.flat import Lit, Var
 from multimesh._src.ir.plan import (
+    Block,
     Constant,
     Copy,
     Executable,
@@ -50,11 +51,12 @@ Place: TypeAlias = tuple[int, PartitionSpec]
 
 @dataclass(frozen=True, slots=True)
 class ArgumentInfo:
-    """What the plan says of an argument."""
+    """What the plan says of an argument, or of a block of one."""
 
     name: str
     donated: bool
     batch: Batch | None
+    block: Block | None
 
 
 @dataclass(slots=True)
@@ -270,7 +272,12 @@ class Emitter:
             home = homes.get(init.var) if isinstance(init, Instance) else None
         return self.place_on(inside.var, EVERYWHERE if home is None else home)
 
-    def finish(self, inputs: tuple[Input, ...], outputs: tuple[Slot, ...]) -> Plan:
+    def finish(
+        self,
+        inputs: tuple[Input, ...],
+        outputs: tuple[Slot, ...],
+        output_blocks: tuple[Block | None, ...] = (),
+    ) -> Plan:
         """The plan of all that was appended."""
         return Plan(
             slots=tuple(self.slots),
@@ -279,6 +286,7 @@ class Emitter:
             executables=tuple(self.executables),
             steps=tuple(self.steps),
             outputs=outputs,
+            output_blocks=output_blocks,
         )
 
     def run(self, event: Event, targets: Mapping[Any, Sequence[Place]]) -> None:
@@ -343,6 +351,7 @@ def emit(
     events: Sequence[AnyEvent],
     results: Sequence[tuple[Item, Place | None]],
     arguments: Sequence[ArgumentInfo],
+    output_blocks: tuple[Block | None, ...],
     everywhere: Mesh,
 ) -> Plan:
     """Returns the plan of a program.
@@ -352,16 +361,14 @@ def emit(
         events: All runs in order.
         results: What each result is, and the place it is wanted at (None: where it is made).
         arguments: What to say of each argument.
+        output_blocks: For each result which block it is; empty where none is.
         everywhere: The mesh of values that live everywhere.
     """
     names = [info.name for info in arguments]
     emitter = Emitter(program, everywhere, dict(zip(program.arguments, names, strict=True)))
     outputs = emitter.fill(events, results)
-    inputs = tuple(
-        _input_of(position, var, info, emitter)
-        for position, (var, info) in enumerate(zip(program.arguments, arguments, strict=True))
-    )
-    return emitter.finish(inputs, outputs)
+    inputs = tuple(_inputs(arguments, emitter))
+    return emitter.finish(inputs, outputs, output_blocks)
 
 
 def _targets(
@@ -394,8 +401,11 @@ def _targets(
     return targets
 
 
-def _input_of(position: int, var: Var, info: ArgumentInfo, emitter: Emitter) -> Input:
-    slots = (emitter.input_slots[var],) if var in emitter.input_slots else ()
-    if info.batch is None:
-        return Input(position, info.name, slots, info.donated)
-    return Input(position, info.name, slots, info.donated, info.batch.microbatches, info.batch.dim)
+def _inputs(arguments: Sequence[ArgumentInfo], emitter: Emitter) -> Iterator[Input]:
+    shift = 0
+    for index, (var, info) in enumerate(zip(emitter.program.arguments, arguments, strict=True)):
+        block, batch = info.block, info.batch
+        shift += block is not None and block.number > 0
+        slots = (emitter.input_slots[var],) if var in emitter.input_slots else ()
+        cut = (0, 0) if batch is None else (batch.microbatches, batch.dim)
+        yield Input(index, info.name, slots, info.donated, *cut, block, shift)

@@ -49,7 +49,7 @@ def simplify_loops(program: FlatProgram, seeds: Seeds, *, hoist: bool = True) ->
         seeds,
         avals=dict(program.avals),
         constants=dict(program.constants),
-        num_steps=_last_serial(program.steps) + 1,
+        num_steps=last_serial(program.steps) + 1,
     )
     renamed: dict[Var, Operand] = {}
     _simplify_steps(program.steps, builder, renamed, hoist)
@@ -63,10 +63,11 @@ def simplify_loops(program: FlatProgram, seeds: Seeds, *, hoist: bool = True) ->
     )
 
 
-def _last_serial(steps: tuple[Step, ...]) -> int:
+def last_serial(steps: tuple[Step, ...]) -> int:
+    """The largest serial of some steps at any depth; -1 if there are none."""
     return max(
         (
-            max(step.serial, _last_serial(step.body)) if isinstance(step, Loop) else step.serial
+            max(step.serial, last_serial(step.body)) if isinstance(step, Loop) else step.serial
             for step in steps
         ),
         default=-1,

@@ -20,7 +20,7 @@ from multimesh._src.partition.assign.prepared import clone_preparations
 from multimesh._src.partition.assign.saved import use_saved
 from multimesh._src.partition.assign.sums import regroup_sums
 from multimesh._src.partition.backward import Numbers
-from multimesh._src.partition.batches import Batch, store_microbatch_major
+from multimesh._src.partition.batches import store_microbatch_major
 from multimesh._src.partition.branches import join_branches
 from multimesh._src.partition.carries import CarryKind, classify_all
 from multimesh._src.partition.choices import read_own_options
@@ -53,8 +53,10 @@ from multimesh._src.partition.results import argument_infos, result_places
 from multimesh._src.partition.seeds import Seeds, backward_names, find_seeds
 from multimesh._src.partition.split.regions import analyze_flow
 from multimesh._src.partition.split.tasks import Splitter
+from multimesh._src.partition.stacks.facts import StackFacts
+from multimesh._src.partition.stacks.stacks import Stacks, split_stacks
 from multimesh._src.partition.stages import Pipeline
-from multimesh._src.partition.ties import tie_layouts
+from multimesh._src.partition.ties import tie_blocks, tie_layouts
 from multimesh._src.partition.transposed import merge_transposes
 from multimesh._src.schedule.simulate import Simulation
 
@@ -66,15 +68,19 @@ Observer: TypeAlias = Callable[[str, str], None]
 class Partitioned:
     """What partitioning gives: the program for reports, and the plan to compile.
 
+    `traced` is the function with an argument and a result for each block of a stack, `stacks` says
+    who keeps which rows of them.
     `schedules` has the simulation of each microbatch loop, by the index of its node; `whole` the
     names of its backward tasks that could not be split although the schedule runs halves (S3).
     `origins` says where all of it comes from.
     """
 
+    traced: TracedFunction
     program: Program
     plan: Plan
     schedules: Mapping[int, Simulation]
     whole: Mapping[int, tuple[str, ...]]
+    stacks: tuple[StackFacts, ...]
     origins: "Origins"
 
 
@@ -109,11 +115,12 @@ def partition(traced: TracedFunction, observe: Observer | None = None) -> Partit
         MultiMeshError: A subclass that says what in the user's program cannot be done.
     """
     driver = _Driver(traced, Seeds(traced.matcher), observe)
-    flat, batches = _flatten(driver)
-    placed = _place(driver, flat)
+    stacks = _flatten(driver)
+    driver = replace(driver, traced=stacks.traced)
+    placed = _place(driver, stacks)
     cut = _cut(driver, placed)
-    program = _lay_out(driver, placed, cut, batches)
-    return _order(driver, cut, program, batches)
+    program = _lay_out(driver, placed, cut, stacks)
+    return _order(driver, cut, program, stacks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,8 +141,8 @@ class _Driver:
         return wanted_schedule(loop.marker, self.traced.schedule)
 
 
-def _flatten(driver: _Driver) -> tuple[FlatProgram, Mapping[int, Batch]]:
-    """From a jaxpr to one list of equations, and how batch arguments are stored."""
+def _flatten(driver: _Driver) -> Stacks:
+    """From a jaxpr to one list of equations, on arguments as they are stored."""
     # Everything later works on numbered variables and whole scopes, so jits go first.
     flat = inline(driver.traced, driver.seeds)
     driver.show("inline", text.print_flat, flat)
@@ -151,7 +158,10 @@ def _flatten(driver: _Driver) -> tuple[FlatProgram, Mapping[int, Batch]]:
     # In one loop a backward branch reads what its forward one made, whatever autodiff joined.
     flat = prune(read_own_options(flat))
     driver.show("simplify_loops", text.print_flat, flat)
-    return flat, batches
+    # Stacks are split before anything is placed: a stack has no place, its blocks have.
+    stacks = split_stacks(flat, driver.traced, driver.seeds, batches)
+    driver.show("split_stacks", text.print_flat, stacks.program)
+    return stacks
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,12 +181,14 @@ class _Placed:
     carries: Mapping[Var, CarryKind]
 
 
-def _place(driver: _Driver, flat: FlatProgram) -> _Placed:
+def _place(driver: _Driver, stacks: Stacks) -> _Placed:
     """Finds the submesh of every equation."""
     traced, seeds, settings = driver.traced, driver.seeds, driver.traced.settings
+    flat = stacks.program
     match, seeded = find_seeds(flat, seeds)
+    seeded |= stacks.pinned
     default = default_submesh(traced, seeds)
-    arguments = placed_arguments(flat, traced, seeds)
+    arguments = {**placed_arguments(flat, traced, seeds), **stacks.placed}
     limit = settings.recompute_from_arguments_if_cost_less_than
     limit = limit if settings.enable_recomputation else 0
     cloned = find_cloned(
@@ -185,6 +197,7 @@ def _place(driver: _Driver, flat: FlatProgram) -> _Placed:
         max_cost=limit,
         max_elements=settings.replicate_parameters_smaller_than_num_elements,
     )
+    cloned = replace(cloned, light=cloned.light | stacks.light)
     wanted = wanted_submeshes(traced, seeds)
     succeeded = succeeded_arguments(flat, traced)
     place = assign_places(flat, cloned, seeded, arguments, wanted, succeeded, default)
@@ -246,14 +259,15 @@ def _cut(driver: _Driver, placed: _Placed) -> _Cut:
     return _Cut(replace(flat, avals=avals), submeshes, steps, pipelines, origins)
 
 
-def _lay_out(driver: _Driver, placed: _Placed, cut: _Cut, batches: Mapping[int, Batch]) -> Program:
+def _lay_out(driver: _Driver, placed: _Placed, cut: _Cut, stacks: Stacks) -> Program:
     """Finds where every value lives and how it is laid out there."""
     traced, flat, steps, submeshes = driver.traced, cut.flat, cut.steps, cut.submeshes
     small = traced.settings.replicate_parameters_smaller_than_num_elements
     outside = (*flat.arguments, *flat.constants)
     homes = find_homes(steps, outside, flat.avals, submeshes, placed.arguments, small)
-    given = given_layouts(flat, traced, submeshes, homes, batches)
+    given = given_layouts(flat, traced, submeshes, homes, stacks.batches)
     layouts = propagate_layouts(steps, submeshes, flat.avals, given)
+    tie_blocks(layouts, flat, stacks, submeshes, homes)
     program = Program(
         name=flat.name,
         submeshes=submeshes,
@@ -270,9 +284,7 @@ def _lay_out(driver: _Driver, placed: _Placed, cut: _Cut, batches: Mapping[int, 
     return program
 
 
-def _order(
-    driver: _Driver, cut: _Cut, program: Program, batches: Mapping[int, Batch]
-) -> Partitioned:
+def _order(driver: _Driver, cut: _Cut, program: Program, stacks: Stacks) -> Partitioned:
     """Orders the loops by their schedules, and writes the plan."""
     traced, pipelines = driver.traced, cut.pipelines
     schedules = {
@@ -294,12 +306,13 @@ def _order(
     events, results = walk(cut.steps, program.results, cut.submeshes, runs_of)
     # Copies stand where the order needs them, so the plan is written last.
     wanted_at = result_places(results, program, traced)
-    infos = argument_infos(traced, batches)
-    plan = emit(program, events, wanted_at, infos, everywhere(traced, cut.submeshes))
+    infos = argument_infos(traced, stacks.batches, stacks.arguments)
+    whole_mesh = everywhere(traced, cut.submeshes)
+    plan = emit(program, events, wanted_at, infos, stacks.results, whole_mesh)
     driver.show("emit", text.print_plan, plan)
     # Fusing looks at whole steps, so it comes when the order and the copies are settled.
     if traced.settings.enable_task_fusion != "never":
         plan = fuse_runs(plan)
         driver.show("fuse", text.print_plan, plan)
     whole = {index: pipeline.whole for index, pipeline in pipelines.items() if pipeline.whole}
-    return Partitioned(program, plan, schedules, whole, cut.origins)
+    return Partitioned(traced, program, plan, schedules, whole, stacks.facts, cut.origins)

@@ -1,11 +1,12 @@
 """Where results are wanted, and what the plan says of arguments (R8)."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from multimesh._src.frontend.logical import same_mesh
 from multimesh._src.frontend.tracing import Result, TracedFunction
+from multimesh._src.ir.plan import Block
 from multimesh._src.ir.program import EVERYWHERE, Program
 from multimesh._src.partition.batches import Batch
 from multimesh._src.partition.emit import ArgumentInfo, Place
@@ -14,11 +15,13 @@ from multimesh._src.partition.given import is_global
 from multimesh._src.partition.layouts import fit_spec
 
 
-def argument_infos(traced: TracedFunction, batches: Mapping[int, Batch]) -> list[ArgumentInfo]:
+def argument_infos(
+    traced: TracedFunction, batches: Mapping[int, Batch], blocks: Sequence[Block | None]
+) -> list[ArgumentInfo]:
     """Names, donation and form of the arguments."""
     return [
-        ArgumentInfo(argument.name, argument.donated, batches.get(position))
-        for position, argument in enumerate(traced.arguments)
+        ArgumentInfo(argument.name, argument.donated, batches.get(position), block)
+        for position, (argument, block) in enumerate(zip(traced.arguments, blocks, strict=True))
     ]
 
 

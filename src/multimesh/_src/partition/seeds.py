@@ -15,6 +15,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from multimesh._src.errors import MatchError, message
+from multimesh._src.frontend.markers import microbatch_marker
 from multimesh._src.frontend.matching import Match, Matcher
 from multimesh._src.frontend.scopes import in_iteration, iteration_of, scope_of_equation
 from multimesh._src.ir.constraint import constraint_p
@@ -84,8 +85,13 @@ class Seeds:
         return None if match is not None and match.scanned else match
 
     def has_layers(self, eqn: Any, scope: Scope) -> bool:
-        """Whether the iterations of a scan are layers (`scanned=True`), each with a submesh."""
-        if eqn.primitive.name != "scan":
+        """Whether the iterations of a scan are layers (`scanned=True`), each with a submesh.
+
+        Microbatches are none, whatever scopes they hold, and neither is a scan inside of a layer.
+        """
+        if eqn.primitive.name != "scan" or iteration_of(scope) is not None:
+            return False
+        if any(map(microbatch_marker, scope_of_equation(eqn).markers)):
             return False
         key = (id(eqn), scope)
         if key not in self._layers:

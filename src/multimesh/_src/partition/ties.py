@@ -17,6 +17,7 @@ from multimesh._src.ir.flat import FlatProgram, Lit, Var
 from multimesh._src.ir.program import LoopNode, ProgramStep, all_tasks
 from multimesh._src.ir.submesh import Submesh
 from multimesh._src.partition.layouts import Layouts, fit_spec, shape_of
+from multimesh._src.partition.stacks.stacks import Stacks
 
 
 def tie_layouts(
@@ -37,6 +38,26 @@ def tie_layouts(
         for (var, shape), spec in tied.items()
         if shape == shape_of(submesh)
     }
+
+
+def tie_blocks(
+    layouts: Layouts,
+    flat: FlatProgram,
+    stacks: Stacks,
+    submeshes: tuple[Submesh, ...],
+    homes: Mapping[Var, int],
+) -> None:
+    """The blocks of one array have one layout: that of the first block that is sharded at all."""
+    for operands, blocks in ((flat.arguments, stacks.arguments), (flat.results, stacks.results)):
+        keys: dict[int, list[tuple[Var, Any]]] = {}
+        for operand, block in zip(operands, blocks, strict=True):
+            home = -1 if isinstance(operand, Lit) else homes.get(operand, -1)
+            if block is not None and not isinstance(operand, Lit) and home >= 0:
+                keys.setdefault(block.index, []).append((operand, shape_of(submeshes[home])))
+        for alike in keys.values():
+            known = [layouts[key] for key in alike if key in layouts]
+            spec = next((spec for spec in known if any(spec)), PartitionSpec())
+            layouts.update(dict.fromkeys(alike, spec))
 
 
 def _tie_carries(steps: tuple[ProgramStep, ...], layouts: Layouts, shapes: set[Any]) -> None:

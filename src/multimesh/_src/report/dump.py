@@ -43,7 +43,7 @@ def partition_and_dump(traced: TracedFunction) -> Partitioned:
         return partition(traced)
     dump = Dump(_new_folder(Path(directory), traced.name))
     partitioned = partition(traced, dump.write)
-    dump.write("explain", make_report(traced, partitioned).as_text())
+    dump.write("explain", make_report(partitioned.traced, partitioned).as_text())
     if os.environ.get(ALL_PASSES):
         dump.write_programs(partitioned)
     return partitioned

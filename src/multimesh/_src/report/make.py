@@ -51,6 +51,7 @@ def make_report(traced: TracedFunction, partitioned: Partitioned) -> ProgramRepo
         tasks=tasks,
         reshards=find_reshards(plan, units, names, sites, program.submeshes),
         arguments=arguments,
+        stacks=partitioned.stacks,
         everywhere=_everywhere(traced, program, plan, arguments),
         loops=tuple(_loop(loop, partitioned, labels) for loop in all_loops(program.steps)),
         code=find_unmatched(program, origins, traced.matcher, labels),

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from rich.console import Console, ConsoleOptions, RenderResult
 
+from multimesh._src.partition.stacks.facts import StackFacts
 from multimesh._src.report import explain
 from multimesh._src.report.arguments import ArgumentReport
 from multimesh._src.report.code import CodeReport, RegistrationReport, WholeReport
@@ -145,6 +146,7 @@ class ProgramReport:
     reshards: tuple[Reshard, ...]
     arguments: tuple[ArgumentReport, ...]
     everywhere: tuple[str, ...]
+    stacks: tuple[StackFacts, ...]
     loops: tuple[LoopReport, ...]
     code: tuple[CodeReport, ...]
     registrations: tuple[RegistrationReport, ...]

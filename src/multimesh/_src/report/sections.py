@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from multimesh._src.report.flops import HOW
 from multimesh._src.report.sites import LineNames
+from multimesh._src.report.stacks import stacks_table
 from multimesh._src.report.tables import Table, amount, common_names, count, merge_rows, shorten
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ def tables(report: "ProgramReport", lines: LineNames) -> Iterator[Table]:
         _tasks(report, lines),
         _reshards(report, lines),
         _arguments(report),
+        stacks_table(report.stacks),
         _code(report, lines),
         _registrations(report, lines),
     )

@@ -22,6 +22,7 @@ from multimesh._src.runtime.executor import (
 )
 from multimesh._src.runtime.inputs import Inputs
 from multimesh._src.runtime.prepared import PreparedPlan
+from multimesh._src.runtime.stacks import results_of
 from multimesh._src.runtime.timing import Stopwatch, current_recorder
 
 
@@ -65,7 +66,7 @@ class CompiledPlan:
         self.partitioned = partitioned
         self._prepared = prepared
         self._inputs = Inputs(self.buffered, name)
-        self._outputs = self.buffered.plan.outputs
+        self._results = results_of(self.buffered.plan, self._inputs.stacks)
         self._steps = prepared.steps
         self._num_calls = 0
 
@@ -90,6 +91,7 @@ class CompiledPlan:
 
     def _call(self, arguments: Sequence[Any], steps: Sequence[PreparedStep]) -> list[Any]:
         slots = self._prepared.new_slots()
+        slots += [None] * len(self._inputs.stacks)
         loaded = False
         with ENQUEUE_LOCK, annotated_call(self.name, self._num_calls, self._prepared.is_profiled):
             self._num_calls += 1
@@ -98,7 +100,9 @@ class CompiledPlan:
                     self._inputs.load(arguments, slots)
                     loaded = True
                     run_steps(steps, slots)
-                    results = [slots[slot] for slot in self._outputs]
+                    results = [
+                        slots[r] if isinstance(r, int) else r.join(slots) for r in self._results
+                    ]
                     self._inputs.retire(arguments)
             except BaseException:
                 slots.clear()
@@ -128,19 +132,22 @@ class CompiledPlan:
         stores microbatch-major it is the sharding of `[microbatches, size, ...]`.
         """
         plan = self.buffered.plan
-        found = {entry.index: entry for entry in plan.inputs}
-        return tuple(
-            plan.slots[found[index].slots[0]].sharding
-            if index in found and found[index].slots
-            else None
-            for index in range(max(found, default=-1) + 1)
-        )
+        found: dict[int, Sharding] = {}
+        for entry in plan.inputs:
+            if entry.slots:
+                sharding = plan.slots[entry.slots[0]].sharding
+                block = entry.block
+                found[entry.argument] = (
+                    sharding if block is None else block.whole_sharding(sharding)
+                )
+        return tuple(map(found.get, range(max((e.argument for e in plan.inputs), default=-1) + 1)))
 
     @property
     def output_shardings(self) -> tuple[Sharding, ...]:
         """Per flat result where it lies."""
         plan = self.buffered.plan
-        return tuple(plan.slots[slot].sharding for slot in plan.outputs)
+        wholes = results_of(plan, ())
+        return tuple(plan.slots[r].sharding if isinstance(r, int) else r.sharding for r in wholes)
 
     @property
     def executables(self) -> Mapping[str, jax.stages.Compiled]:

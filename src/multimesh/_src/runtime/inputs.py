@@ -5,6 +5,7 @@
     lies on several devices otherwise           copied device to device (`runtime.reshard`)
     on one device, or not committed             `jax.device_put`
     NumPy array, Python scalar                  `jax.device_put`, all of one call together
+    a stack that is kept in blocks              its shards become the blocks (`runtime.stacks`)
     batch wanted microbatch-major               host arrays are reshaped on the host, at no cost;
                                                 a `MicrobatchedArray` is so already; an array on
                                                 devices goes through a layout program
@@ -32,6 +33,7 @@ from multimesh._src.jax_compat.compiled import ArrayImpl, layout_getter
 from multimesh._src.runtime.arrivals import Arrivals, in_row_major, on_one_device
 from multimesh._src.runtime.buffers import BufferedPlan
 from multimesh._src.runtime.counters import counters
+from multimesh._src.runtime.stacks import stack_inputs
 
 _layout_of = layout_getter()
 _NOWHERE = object()  # no array has this as its sharding
@@ -55,16 +57,24 @@ class Inputs:
         plan = buffered.plan
         self._step_name = step_name
         self._arrivals = Arrivals()
+        self.stacks = stack_inputs(plan)
         self._places = [
-            _Place(entry, slot, plan.slots[slot]) for entry in plan.inputs for slot in entry.slots
+            _Place(entry, slot, plan.slots[slot])
+            for entry in plan.inputs
+            for slot in entry.slots
+            if entry.block is None
         ]
-        self._indices = [place.entry.index for place in self._places]
+        self._indices = [place.entry.argument for place in self._places]
         self._slots = [place.slot for place in self._places]
         # what was accepted last, per place; replaced one by one, so safe between threads
         self._shardings: list[Any] = [_NOWHERE] * len(self._places)
         self._layouts: list[Any] = [_NOWHERE] * len(self._places)
-        self._donated = {entry.index: entry.name for entry in plan.inputs if entry.donated}
-        kept = {plan.inputs[position].index for position in buffered.kept_inputs}
+        self._donated = {
+            entry.argument: entry.name if entry.block is None else entry.name.rsplit("[", 1)[0]
+            for entry in plan.inputs
+            if entry.donated
+        }
+        kept = {plan.inputs[position].argument for position in buffered.kept_inputs}
         self._deleted = [index for index in self._donated if index not in kept]
         self._last_donated: tuple[int, ...] = ()  # ids of the arguments of the last call
         self._interrupted = False
@@ -99,12 +109,17 @@ class Inputs:
                 others.append(number)
         if others:
             self._load_others(arguments, slots, others)
+        for stack in self.stacks:
+            value = arguments[stack.argument]
+            if isinstance(value, jax.Array) and value.is_deleted():
+                raise ExecutionError(self._deleted_message(value, value, stack.name))
+            stack.load(value, slots, self._arrivals)
 
     def _load_others(self, arguments: Sequence[Any], slots: list[Any], numbers: list[int]) -> None:
         values, shardings, targets = [], [], []
         for number in numbers:
             place = self._places[number]
-            value = self._as_stored(arguments[place.entry.index], place)
+            value = self._as_stored(arguments[place.entry.argument], place)
             is_array = isinstance(value, jax.Array)
             if is_array and self._in_place(value, number):
                 slots[place.slot] = value

@@ -87,7 +87,9 @@ def input_shardings(plan: Plan, num_arguments: int) -> tuple[NamedSharding | Non
     """Returns for each flat argument where the step takes it, as the user holds it."""
     found: list[NamedSharding | None] = [None] * num_arguments
     for entry in plan.inputs:
-        found[entry.index] = user_sharding(plan, entry)
+        sharding = user_sharding(plan, entry)
+        if sharding is not None:  # not all blocks of a stack are used
+            found[entry.argument] = sharding
     return tuple(found)
 
 
@@ -271,7 +273,7 @@ class Lowered:
         """Tasks, reshards and arguments of the program; None where it has no tasks."""
         if self._partitioned is None:
             return None
-        return make_report(self._traced, self._partitioned)
+        return make_report(self._partitioned.traced, self._partitioned)
 
     @property
     def schedule(self) -> Any:

@@ -67,22 +67,25 @@ def takes_of_plan(plan: Plan, traced: TracedFunction, matched: bool) -> tuple[Ta
     for entry in plan.inputs:
         sharding = user_sharding(plan, entry)
         if sharding is not None:
-            argument = traced.arguments[entry.index]
+            argument = traced.arguments[entry.argument]
             placement = argument.placement
             lay_there = placement is not None and placement.device_set == sharding.device_set
             traced_with = argument.spec if placement is None else placement.spec
-            takes[entry.index] = taken(sharding, traced_with, matched and not lay_there)
+            takes[entry.argument] = taken(sharding, traced_with, matched and not lay_there)
     return tuple(takes)
 
 
 def user_sharding(plan: Plan, entry: Input) -> NamedSharding | None:
     """Returns the sharding of an argument as the user holds it; None if it is unused.
 
-    A batch `[..., B, ...]` that is stored as `[m, ..., B / m, ...]` has the layout of its rows.
+    A batch `[..., B, ...]` that is stored as `[m, ..., B / m, ...]` has the layout of its rows, and
+    a stack that is kept in blocks lies on the devices of all of them.
     """
     if not entry.slots:
         return None
     sharding = plan.slots[entry.slots[0]].sharding
+    if entry.block is not None:
+        return entry.block.whole_sharding(sharding)
     if not entry.microbatches:
         return sharding
     spec = PartitionSpec(*sharding.spec[1:])
