@@ -1,6 +1,7 @@
-"""What the examples share: tables of a program, and `--check` against plain `jax.jit`."""
+"""What the examples share: `--check` against plain `jax.jit`, `--checkpoint`, and tables."""
 
 import contextlib
+import signal
 import sys
 from pathlib import Path
 
@@ -9,6 +10,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from rich import box
 from rich.table import Table
+
+from multimesh.jax import checkpoint
 
 NUM_CHECKED_STEPS = 5
 
@@ -78,16 +81,72 @@ class Check:
         )
 
 
+class Checkpoints:
+    """The newest states of a run in a directory; without a directory it does nothing.
+
+    Ctrl-C ends the run behind the step that is running, with a last checkpoint; a second Ctrl-C
+    ends it at once.
+    """
+
+    def __init__(self, directory, *, every=20):
+        self.manager = None
+        self.stopped = False
+        if directory:
+            import orbax.checkpoint as ocp
+
+            options = ocp.CheckpointManagerOptions(max_to_keep=2, save_interval_steps=every)
+            self.manager = ocp.CheckpointManager(Path(directory).absolute(), options=options)
+            self.args = ocp.args
+            self.previous = signal.signal(signal.SIGINT, self.stop)
+
+    def stop(self, *_):
+        self.stopped = True
+        signal.signal(signal.SIGINT, self.previous)
+
+    def latest(self, compiled, state):
+        """The number of steps taken so far and the state behind them, where `compiled` takes it."""
+        number = self.manager.latest_step() if self.manager else None
+        if number is None:
+            return 0, state
+        return number, checkpoint.restore(self.manager.directory / str(number), compiled)
+
+    def save(self, number, state, *, last=False):
+        """Saves the state behind step `number`, if it is time; returns whether to stop.
+
+        Writing goes on in the background, and the next step may take the state's memory.
+        """
+        if self.manager and number != self.manager.latest_step():
+            args = self.args.StandardSave(state)
+            self.manager.save(number, args=args, force=last or self.stopped)
+        return self.stopped
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        if self.manager:
+            signal.signal(signal.SIGINT, self.previous)
+            self.manager.close()  # when all is written
+
+
 def print_program(console, program):
     """Prints what the step was cut into; `rich.print(program)` shows more."""
-    tasks = Table("task", "kind", "stage", "submesh", "runs a step", title="tasks", box=box.SIMPLE)
+    tasks = table("tasks", "task", "kind", "stage", "submesh", "runs a step")
     for task in program.tasks:
         stage = str(task.stage) if task.stage >= 0 else "-"
-        tasks.add_row(task.label, task.kind, stage, task.submesh, str(task.num_runs))
-    reshards = Table(
-        "value", "type", "edge", "copies a step", "bytes", title="reshards", box=box.SIMPLE
-    )
-    for move in program.reshards:
-        row = (move.value, move.type, move.edge, str(move.copies), str(move.bytes))
+        row = (task.label, task.kind, stage, task.submesh, str(task.num_runs))
+        tasks.add_row(*row)
+    reshards = table("reshards, of a step", "value of", "type", "edge", "copies", "bytes")
+    for move in (move for move in program.reshards if move.bytes):
+        made_by = move.value if move.source in ("argument", "constant") else move.source
+        row = (made_by, move.type, move.edge, str(move.copies), str(move.bytes))
         reshards.add_row(*row)
     console.print(tasks, reshards)
+
+
+def table(title, *columns):
+    """A table in which a narrow terminal cuts no name off, but goes on below."""
+    made = Table(title=title, box=box.SIMPLE, pad_edge=False, collapse_padding=True)
+    for column in columns:
+        made.add_column(column, overflow="fold")
+    return made

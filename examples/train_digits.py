@@ -6,10 +6,12 @@ four layers and two sharding constraints. Run it with
     python examples/train_digits.py --schedule 1f1b --check
 
 `--check` also runs the same function by plain `jax.jit`: the first steps are compared array by
-array (see `tests/oracle.py`), afterwards the losses.
+array (see `tests/oracle.py`), afterwards the losses. With `--checkpoint DIR` a run that was
+interrupted by Ctrl-C goes on where it was when it is started again.
 """
 
 import argparse
+import itertools
 import sys
 
 from jax_plugins.multimesh import init
@@ -20,7 +22,7 @@ import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 import optax  # noqa: E402
-from _common import Check, print_program  # noqa: E402
+from _common import Check, Checkpoints, print_program  # noqa: E402
 from jax.sharding import Mesh, PartitionSpec as P  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.progress import Progress, TextColumn  # noqa: E402
@@ -122,21 +124,29 @@ def train(args, console):
     params = init_params(jax.random.key(0))
     state = jax.tree.map(np.asarray, (params, optimizer.init(params)))
     first_batch = next(batches(data, 1))
-    check = Check(train_step, state, first_batch) if args.check else None
     with multi_mesh:
-        step = mjit(train_step, donate_argnums=0)
+        step = mjit(train_step, donate_argnums=0).lower(state, first_batch).compile()
         predict = mjit(lambda params, images: jnp.argmax(model(params, images), -1))
 
     columns = (*Progress.get_default_columns(), TextColumn("loss {task.fields[loss]:.4f}"))
-    with Progress(*columns, console=console) as progress:
-        bar = progress.add_task("training", total=args.steps, loss=float("nan"))
-        for batch in batches(data, args.steps):
+    with (
+        Checkpoints(args.checkpoint) as checkpoints,
+        Progress(*columns, console=console) as progress,
+    ):
+        done, state = checkpoints.latest(step, state)
+        on_host = jax.tree.map(np.asarray, state)
+        check = Check(train_step, on_host, first_batch) if args.check else None
+        bar = progress.add_task("training", total=args.steps, completed=done, loss=float("nan"))
+        for batch in itertools.islice(batches(data, args.steps), done, None):
             state, loss = step(state, batch)
+            done += 1
             if check:
                 check.step(batch, (state, loss))
             progress.update(bar, advance=1, loss=float(loss))
+            if checkpoints.save(done, state, last=done == args.steps):
+                sys.exit(f"stopped after step {done}; the same command goes on from there")
 
-    print_program(console, step.trace(state, first_batch).lower().program)
+    print_program(console, step.program)
     if check:
         check.report(console)
     predicted = np.asarray(predict(state[0], test["image"]))
@@ -148,6 +158,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--schedule", default="1f1b", help="gpipe, 1f1b or eager-1f1b")
     parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--checkpoint", metavar="DIR", help="go on from there, and save there")
     parser.add_argument("--check", action="store_true", help="compare with plain jax.jit")
     args = parser.parse_args()
     console = Console()

@@ -7,7 +7,14 @@ import pytest
 
 import multimesh.jax
 
-MODULES = ("config", "frontend.contexts", "frontend.multi_mesh", "frontend.tasks")
+MODULES = (
+    "config",
+    "frontend.contexts",
+    "frontend.multi_mesh",
+    "frontend.tasks",
+    "integrations.checkpoint",
+    "integrations.wanted",
+)
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -16,7 +16,12 @@ from multimesh._src.frontend.tracing import TracedFunction
 from multimesh._src.ir.flat import Equation, FlatProgram, Loop, Step, all_equations
 from multimesh._src.partition.assign.cloned import Cloned, find_cloned
 from multimesh._src.partition.assign.places import assign_places
-from multimesh._src.partition.given import default_submesh, placed_arguments, wanted_submeshes
+from multimesh._src.partition.given import (
+    default_submesh,
+    placed_arguments,
+    succeeded_arguments,
+    wanted_submeshes,
+)
 from multimesh._src.partition.inline import inline
 from multimesh._src.partition.loops import simplify_loops
 from multimesh._src.partition.pipeline import Partitioned, partition
@@ -92,7 +97,8 @@ def assigned(
         flat, fixed=frozenset(placed), max_cost=max_cost, max_elements=max_elements
     )
     wanted = wanted_submeshes(found, seeds)
-    place = assign_places(flat, cloned, seeded, placed, wanted, default)
+    succeeded = succeeded_arguments(flat, found)
+    place = assign_places(flat, cloned, seeded, placed, wanted, succeeded, default)
     return Assigned(flat, cloned, match, seeded, place)
 
 

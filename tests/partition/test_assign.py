@@ -128,6 +128,19 @@ def test_a_larger_result_is_made_where_its_users_are() -> None:
     assert found.of("concatenate") == found.of("dot_general", 1)
 
 
+def test_a_clone_that_is_a_result_is_made_where_the_argument_is_that_it_succeeds() -> None:
+    """`b` is small: nothing places its update but the layer that reads `b`."""
+
+    def step(state: Any, x: Any) -> Any:
+        with layer(1):
+            y = x @ state["w"] + state["b"]
+        return {"b": jnp.sin(state["b"]), "w": state["w"]}, y
+
+    state = {"b": zeros(8), "w": SQUARE}
+    found = assigned(pipeline(2), step, state, SQUARE, donate_argnums=0)
+    assert found.seeded and found.of("sin") == found.of("dot_general")
+
+
 def test_ties_go_to_the_operand_made_last() -> None:
     def step(params: Any, x: Any) -> Any:
         with layer(0):

@@ -7,41 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from inline_snapshot import snapshot
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from rich.console import Console
 
-from multimesh.jax import MultiMesh, Task, context, microbatch, mjit
+from multimesh.jax import context, mjit
+from tests.report import small_step
+from tests.report.small_step import BATCH, PARAMS, make_multi_mesh, step
 from tests.staging import models
-
-
-def make_multi_mesh() -> MultiMesh:
-    """Two stages of one device each."""
-    mesh = Mesh(np.array(jax.devices()[:2]).reshape(2, 1), ("stage", "data"))
-    multi_mesh = MultiMesh(global_mesh=mesh)
-
-    def layer(name, backprop):
-        suffix = "_bwd" if backprop else "_fwd"
-        return Task(name=name + suffix, mesh_slice={"stage": int(name[5:])})
-
-    multi_mesh.register_task(r"layer\d+", callback=layer)
-    return multi_mesh
-
-
-def loss(params, batch):
-    x, y = batch
-    for i, w in enumerate(params):
-        with jax.named_scope(f"layer{i}"):
-            x = x @ w
-    return jnp.sum(x * y)
-
-
-def step(params, batch):
-    value, grads = microbatch(jax.value_and_grad(loss), 0, 2, argnum=1)(params, batch)
-    return [p - g for p, g in zip(params, grads, strict=True)], value
-
-
-PARAMS = [np.ones((4, 4), np.float32)] * 2
-BATCH = (np.ones((6, 4), np.float32), np.ones((6, 4), np.float32))
 
 
 @pytest.fixture(scope="module")
@@ -52,53 +24,96 @@ def lowered():
 
 def test_text_of_a_pipelined_step(lowered):
     assert str(lowered.explain()) == snapshot("""\
-step: 7 tasks on 2 submeshes, 7 programs.
-One call: 13 runs of tasks, 7 copies with 7 values, 196 B between devices.
+step: 7 tasks on 2 submeshes, 7 programs to compile (5 but for their devices).
+  one call      13 runs of tasks, 7 copies with 7 values, 196 B between devices
+  work          1.16 kFLOP: stage=0 39%, stage=1 61%
+  state         320 B in 4 argument arrays; a device holds at most 308 B in a call (on stage=1)
+  loop of 3     eager-1f1b on 2 ranks, makespan 12, idle 25.0%, at most 3 residual sets a rank
+  worth a look  moved
 
-Submeshes
-  submesh  devices   axes  arguments  work a call
-  -------  --------  ----  ---------  -----------
-  stage=0  device 0  -         160 B     496 FLOP
-  stage=1  device 1  -         160 B     763 FLOP
+Worth a look
+  - moved: at every call, 192 B to stage=0, stage=1 and stored microbatch by microbatch: batch.
+    -> that is usual for batches; `prepare_batch(..., sharding=)` does it ahead of the step, with
+       `compiled.input_shardings`.
+
+Submeshes and their memory
+  submesh  devices   axes  state   peak  residuals  work a call
+  -------  --------  ----  -----  -----  ---------  -----------
+  stage=0  device 0  -     172 B  300 B     3, 0 B     448 FLOP
+  stage=1  device 1  -     176 B  308 B    1, 32 B     715 FLOP
+  state: arguments and constants on one device; peak: the most that one device holds in a call,
+  without what XLA needs inside a program; residuals: sets that the schedule keeps at most, and
+  their size, of whole arrays.
 
 Tasks
-  task                   action  submesh  runs  work a run     reads     makes  arguments  in place
-  ---------------------  ------  -------  ----  ----------  --------  --------  ---------  --------
-  main                   -       stage=0     1      0 FLOP    0, 0 B   1, 64 B     0, 0 B         0
-  main#2                 -       stage=1     1      0 FLOP    0, 0 B   1, 64 B     0, 0 B         0
-  layer0_fwd             0F      stage=0     3     72 FLOP  3, 164 B   1, 32 B   2, 160 B         0
-  layer1_fwd+layer1_bwd  1F+BW   stage=1     3    249 FLOP  6, 264 B  3, 100 B   2, 160 B         3
-  layer0_bwd             0BW     stage=0     3     88 FLOP  4, 196 B   1, 64 B    1, 96 B         1
-  main#3                 -       stage=0     1     16 FLOP  2, 128 B   1, 64 B    1, 64 B         1
-  main#4                 -       stage=1     1     16 FLOP  2, 128 B   1, 64 B    1, 64 B         1
-  arguments: those of the reads that are arguments of the function; in place: results written
-  over what the task reads. Sizes are of whole arrays, operations are estimates. `main` is what
-  stands in no scope of a task.
+  task                   action  submesh  runs  FLOP  reads  writes  parameters  begins at
+  ---------------------  ------  -------  ----  ----  -----  ------  ----------  ----------------
+  main                   before  stage=0     1     0    0 B    64 B      0, 0 B  small_step.py:36
+  main#2                 before  stage=1     1     0    0 B    64 B      0, 0 B  small_step.py:36
+  layer0_fwd             0F      stage=0     3    64  164 B    32 B     1, 64 B  small_step.py:31
+  layer1_fwd+layer1_bwd  1F+BW   stage=1     3   233  264 B   100 B     1, 64 B  small_step.py:31
+  layer0_bwd             0BW     stage=0     3    80  196 B    64 B      0, 0 B  small_step.py:31
+  main#3                 after   stage=0     1    16  128 B    64 B     1, 64 B  small_step.py:37
+  main#4                 after   stage=1     1    16  128 B    64 B     1, 64 B  small_step.py:37
+  Of one run: what it reads and writes, and how many of the arrays that it reads are arguments of
+  the function (parameters and state, no microbatches), of whole arrays. action: stage and F
+  (forward), B, W (halves of the backward) or BW (all of it); before and after: once, outside of the
+  loops. `main` is code in no registered scope. FLOP: counted from the traced program, of whole
+  arrays: 2mnk for a product of matrices (and so for a convolution), one per element of arithmetic
+  and of what is reduced, times the length of scans; a `while` counts as one turn, a `cond` as its
+  costliest branch. Moves count nothing.
 
-Reshards (in one call)
-  value                type          from -> to             read by                copies  bytes
-  -------------------  ------------  ---------------------  ---------------------  ------  -----
-  layer0_fwd output 0  float32[2,4]  stage=0 -> stage=1     layer1_fwd+layer1_bwd       3   96 B
-  layer1_fwd +         float32[2,4]  stage=1 -> stage=0     layer0_bwd                  3   96 B
-  layer1_bwd output 1
-  layer1_fwd +         float32[]     stage=1 -> everywhere  result[1]                   1    4 B
-  layer1_bwd output 0
-  bytes: what the target devices lack; 0 B is a view of what lies there already.
+Reshards: 196 B a call, the largest first
+  value of               type          from -> to             copies  bytes
+  ---------------------  ------------  ---------------------  ------  -----
+  layer0_fwd             float32[2,4]  stage=0 -> stage=1          3   96 B
+      a value, made in `layer0` (small_step.py:31), read in `layer1` (small_step.py:31), by
+      layer1_fwd+layer1_bwd
+  layer1_fwd+layer1_bwd  float32[2,4]  stage=1 -> stage=0          3   96 B
+      a gradient, made in the backward of `layer1` (small_step.py:31), read in the backward of
+      `layer0` (small_step.py:31), by layer0_bwd
+  layer1_fwd+layer1_bwd  float32[]     stage=1 -> everywhere       1    4 B
+      a result, made in small_step.py:36, by result[1]
+  bytes: in one call, what the target devices lack.
 
 Arguments
-  argument   type          lives on  layout      moved
-  ---------  ------------  --------  ----------  ----------  -----------------
-  params[0]  float32[4,4]  stage=0   replicated  first call  donated
-  params[1]  float32[4,4]  stage=1   replicated  first call  donated
-  batch[0]   float32[6,4]  stage=0   replicated  every call  in 3 microbatches
-  batch[1]   float32[6,4]  stage=1   replicated  every call  in 3 microbatches
-  moved: for arguments that lie as they did when the function was traced; `first call` means
-  that the result that takes the argument's place comes back where it is wanted.
+  lives on  arrays  bytes  layout      moved
+  --------  ------  -----  ----------  ----------  -----------------
+  stage=0        1   64 B  replicated  first call  donated
+      params[0]
+  stage=1        1   64 B  replicated  first call  donated
+      params[1]
+  stage=0        1   96 B  replicated  every call  in 3 microbatches
+      batch[0]
+  stage=1        1   96 B  replicated  every call  in 3 microbatches
+      batch[1]
+  moved: for arguments that lie as they did when the function was traced; `first call` means that
+  the result that takes the argument's place comes back where it is wanted. Results that live
+  everywhere: result[1].
+
+Code in no registered scope
+  scope       lines                   placed on         in tasks
+  ----------  ----------------------  ----------------  ------------------------
+  (no scope)  small_step.py:36-37     stage=0           main, layer0_bwd, main#3
+  (no scope)  small_step.py:32,36-37  stage=1           main#2,
+                                                        layer1_fwd+layer1_bwd,
+                                                        main#4
+  (no scope)  small_step.py:32,36     where it is read  layer0_fwd, layer0_bwd,
+                                                        layer1_fwd+layer1_bwd
+  It runs where the fewest bytes cross, as part of the tasks named; what is cheap and reads nothing
+  placed is computed by every task that reads it.
+
+Registrations
+  matcher   registered at     matched
+  --------  ----------------  --------------
+  layer\\d+  small_step.py:23  layer0, layer1
 
 Schedule of a microbatch loop: 3 x layer0_fwd, layer1_fwd, layer1_bwd, layer0_bwd
   eager-1f1b: makespan 12, idle 25.0%
   stage=0  0F0 0F1 0F2 .   0BW0--- .   0BW1--- .   0BW2---
   stage=1  .   1F0 1BW0--- 1F1 1BW1--- 1F2 1BW2--- .   .
+  Simulated; the unit of time is one F, one B or one W of a stage (a BW takes two); copies take
+  none.
   By rank: at most 3, 1 residual sets; with 0 B, 32 B, of whole arrays.\
 """)
 
@@ -126,11 +141,12 @@ def test_tasks(lowered):
     assert (first.kind, first.stage, first.submesh) == ("F", 0, "stage=0")
     assert (last.kind, last.stage, last.submesh) == ("F+BW", 1, "stage=1")
     assert first.num_runs == last.num_runs == 3
-    assert set(last.parameters) == {"batch[1]", "params[1]"}
-    assert last.parameter_bytes == 4 * (24 + 16)
+    assert set(last.arguments) == {"batch[1]", "params[1]"}
+    assert last.parameters == ("params[1]",), "microbatches are no parameters"
+    assert last.parameter_bytes == 4 * 16
     assert first.flops >= 2 * 2 * 4 * 4
     assert last.num_in_place >= 2, "the gradient and the loss accumulate in place"
-    assert first.origin.startswith(__file__)
+    assert first.origin.startswith(small_step.__file__)
 
 
 def test_tasks_that_are_not_fused():

@@ -3,7 +3,7 @@
 import pytest
 
 from multimesh._src.report.labels import unique_labels
-from multimesh._src.report.tables import Table, amount, merge_rows, shorten
+from multimesh._src.report.tables import Table, amount, common_names, count, merge_rows, shorten
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,54 @@ def test_long_lists_of_names_are_wrapped_between_names():
 def test_long_names_of_fused_tasks_are_shortened_and_wrapped():
     fused = "+".join([f"layer{n}_forward" for n in range(8)] + ["layer7_b", "layer6_b"])
     lines = Table("Title", ("task",), (((fused,),),)).as_text().splitlines()[3:]
-    assert lines == ["  layer0_forward ... layer7_forward +", "  layer7_b + layer6_b"]
+    assert lines == ["  layer0_forward ... layer7_forward + layer7_b", "  + layer6_b"]
+
+
+ROW = (("a_long_name_of_a_task",), "12.3 kB", "made in `model/layer0/attention` (model.py:12)")
+WIDE = Table("Title", ("task", ">bytes", "where"), (ROW, ROW), note="a note of words " * 9)
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 100])
+def test_no_line_is_wider_than_asked_for_and_no_word_is_lost(width):
+    text = WIDE.as_text(width)
+    assert max(map(len, text.splitlines())) <= width
+    assert text.count("12.3 kB") == 2
+    joined = "".join(text.split())
+    for words in ("model/layer0/", "attention`", "(model.py:12)", "12.3kB", "anoteofwords" * 9):
+        assert words in joined, words
+
+
+def test_optional_columns_go_first_where_there_is_no_room():
+    table = Table("T", ("name", "kind", "from"), (("layer0", "F", "model.py:12"),), num_optional=1)
+    assert "model.py:12" in table.as_text(40)
+    assert "model.py" not in table.as_text(18)
+    assert "layer0" in table.as_text(18)
+
+
+def test_details_stand_below_their_rows():
+    table = Table("T", ("a",), (("x",), ("y",)), details=("made in `f`", ""))
+    assert table.as_text().splitlines()[3:] == ["  x", "      made in `f`", "  y"]
+
+
+@pytest.mark.parametrize(
+    ("names", "common"),
+    [
+        (["p[0]['w']", "p[0]['b']", "p[1]['w']"], ("p[0]", "p[1]['w']")),
+        (["p[0]['w']", "p[0]['b']", "p[1]['w']", "p[1]['b']"], ("p",)),
+        (["x"], ("x",)),
+        (["s.mu['a']", "s.mu['b']"], ("s.mu",)),
+        ([], ()),
+    ],
+)
+def test_names_of_whole_subtrees_are_joined(names, common):
+    known = ["p[0]['w']", "p[0]['b']", "p[1]['w']", "p[1]['b']", "x", "s.mu['a']", "s.mu['b']",
+             "s.nu['a']"]  # fmt: skip
+    assert common_names(names, known) == common
+
+
+@pytest.mark.parametrize(("number", "text"), [(0, "0 copies"), (1, "1 copy"), (2, "2 copies")])
+def test_counts(number, text):
+    assert count(number, "copy", "copies") == text
 
 
 def test_unique_labels():

@@ -58,6 +58,18 @@ class NonFiniteError(ExecutionError, FloatingPointError):
     """Under `jax_debug_nans` or `jax_debug_infs` a task made a NaN or an infinity."""
 
 
+class CheckpointError(MultiMeshError, ValueError):
+    """A state that cannot be saved, or a checkpoint that does not fit what it is restored into."""
+
+
+class MissingCheckpointError(CheckpointError, FileNotFoundError):
+    """There is no checkpoint at a path."""
+
+
+class MissingPackageError(MultiMeshError, ImportError):
+    """Something needs a package that is an optional extra and is not installed."""
+
+
 def message(
     what: str,
     *,

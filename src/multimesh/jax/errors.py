@@ -1,12 +1,15 @@
 """The errors that MultiMesh raises: one base class, subclasses by phase."""
 
 from multimesh._src.errors import (
+    CheckpointError,
     ConfigError,
     ExecutionError,
     InitError,
     MatchError,
     MeshError,
     MicrobatchError,
+    MissingCheckpointError,
+    MissingPackageError,
     MultiMeshError,
     NonFiniteError,
     PartitionError,
@@ -16,12 +19,15 @@ from multimesh._src.errors import (
 )
 
 __all__ = [
+    "CheckpointError",
     "ConfigError",
     "ExecutionError",
     "InitError",
     "MatchError",
     "MeshError",
     "MicrobatchError",
+    "MissingCheckpointError",
+    "MissingPackageError",
     "MultiMeshError",
     "NonFiniteError",
     "PartitionError",

@@ -100,6 +100,15 @@ class Matcher:
             self._found[key] = next((match for match in found if match is not None), None)
         return self._found[key]
 
+    def registration_of(
+        self, scope: Scope, iteration: int | None = None
+    ) -> tuple[Registration, str] | None:
+        """Returns the registration that decides a scope, and the matched text."""
+        if any(task_marker(component) for component in scope.markers):
+            return None
+        hits = self._hits(scope.path, scope.backprop, iteration)
+        return next(((registration, text) for _, registration, text, _ in hits), None)
+
     def needs_iteration(self, path: tuple[str, ...], backprop: bool) -> bool:
         """Whether the task of a path depends on the iteration of the loop around it (R11)."""
         for _, registration, _, task in self._hits(path, backprop, iteration=0):

@@ -61,6 +61,7 @@ def microbatch(
         schedule: Pipeline schedule of the loop. Default: the one of the context.
         custom_schedule: A schedule by hand: text with one line of actions per submesh, or a
             sequence with one row per submesh, of actions, task names or (microbatch, task name).
+            A name of forward and backward alike is followed by the kind: `layer0:F`, `layer0:BW`.
         reduce: `"sum"`, `"mean"`, `"max"` (elementwise), `"stack"` (new first dim of size m),
             `"concat"` (along `dim`), or a pytree prefix of the results with these.
         accum_dtype: Dtype in which floating results are accumulated by "sum" and "mean"; results

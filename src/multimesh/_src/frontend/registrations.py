@@ -6,7 +6,7 @@ over stages. It is searched in prefixes of an equation's path; `touch` says whet
 
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -24,6 +24,7 @@ class Registration:
     """One registered matcher.
 
     `answers` keeps what the callback returned per (matched text, backprop): it is called once.
+    `num_layers` is 0 but for `register_layers`.
     """
 
     matcher: str  # as the user wrote it
@@ -31,6 +32,7 @@ class Registration:
     callback: Callback
     scanned: bool
     where: str  # the user's file and line
+    num_layers: int = 0
     answers: dict[tuple[str, bool], Task | None] = field(default_factory=dict)
 
     def touch(self, path: tuple[str, ...]) -> str | None:
@@ -79,6 +81,11 @@ class Registration:
                 )
             self.answers[key] = answer
         return self.answers[key]
+
+    def missing_layers(self, texts: Iterable[str]) -> tuple[int, ...]:
+        """Returns the numbers of the registered layers that no matched text has."""
+        found = {int(_DIGITS.findall(text)[-1]) for text in texts} if self.num_layers else set()
+        return tuple(number for number in range(self.num_layers) if number not in found)
 
     def __str__(self) -> str:
         return f"`{self.matcher}` registered at {self.where}"
@@ -133,7 +140,8 @@ def make_layer_registration(
         stage = stages.stage_of(int(digits[-1]))
         return Task(mesh_slice={axis: stages.rank_of(stage)}, stage=stage)
 
-    return Registration(matcher, _compiled(matcher), callback, bool(scanned), user_line())
+    where, number = user_line(), stages.num_layers
+    return Registration(matcher, _compiled(matcher), callback, bool(scanned), where, number)
 
 
 def _compiled(matcher: str) -> re.Pattern[str]:

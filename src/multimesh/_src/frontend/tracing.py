@@ -139,7 +139,7 @@ def trace_plainly(
 
     traced.__name__ = traced.__qualname__ = name
     # JAX's errors name the user's function, its file and line, and its arguments.
-    traced.__wrapped__ = fun
+    traced.__wrapped__ = fun  # pyright: ignore[reportFunctionMemberAccess]
     if statics != arguments_lib.NO_STATICS:
         traced.__signature__ = inspect.signature(lambda *args, **kwargs: None)
     plain_args, plain_kwargs = jax.tree.map(plain_aval, (tuple(args), dict(kwargs)))

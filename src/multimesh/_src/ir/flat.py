@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 from multimesh._src.ir.scope import Scope
+from multimesh._src.jax_compat.name_stack import source_line
 
 Var: TypeAlias = int
 
@@ -51,6 +52,8 @@ class Equation:
     `serial` is unique within the program and survives passes, so that analyses can name it.
     `guards` are the branches around it, outermost first. `chooses` says that it is a `select_n` of
     what the branches of this conditional give (the guard's own branch means nothing then).
+    `callers` are the calls and scans around it that were opened, the innermost first; `emitted`
+    says that a pass made the equation for the innermost of them.
     """
 
     serial: int
@@ -60,6 +63,15 @@ class Equation:
     scope: Scope
     guards: tuple[Guard, ...] = ()
     chooses: Guard | None = None
+    callers: tuple[Any, ...] = field(default=(), repr=False)
+    emitted: bool = False
+
+    @property
+    def line(self) -> str:
+        """The user's `file:line`; in jits of JAX's own, whose equations have none, the caller's."""
+        known = self.callers if self.emitted else (self.eqn, *self.callers)
+        lines = (source_line(eqn) for eqn in known)
+        return next((line for line in lines if line), "")
 
     @property
     def primitive(self) -> str:

@@ -18,11 +18,15 @@ Slot: TypeAlias = int
 
 @dataclass(frozen=True, slots=True)
 class SlotInfo:
-    """Type and place of the array in a slot."""
+    """Type and place of the array in a slot.
+
+    `var` is the variable of the program that it holds; -1 for literals and loop indices.
+    """
 
     aval: Any  # jax.core.ShapedArray: shape, dtype, weak_type
     sharding: NamedSharding
     label: str  # where the value comes from, for reports and errors
+    var: int = -1
 
 
 @dataclass(frozen=True, slots=True)

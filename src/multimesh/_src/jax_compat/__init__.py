@@ -109,7 +109,7 @@ ENTRIES = (
         names=(
             "jax._src.source_info_util.Transform",
             "jax._src.source_info_util.current_name_stack",
-            "jax._src.source_info_util.user_frame",
+            "jax._src.source_info_util.user_frames",
             "NameStack.stack",
         ),
         versions=_ALL,

@@ -2,17 +2,22 @@
 
 Checked on jax 0.10.2, 0.11.2 and 0.12.0.1. `NameStack.stack` is a tuple of `Scope(name)` and
 `Transform(name)`, outermost first. Without it the text of the stack is parsed; without
-`current_name_stack` the scopes that are open around a call are not seen, without `user_frame`
-errors name no lines.
+`current_name_stack` the scopes that are open around a call are not seen, without `user_frames`
+errors and reports name no lines.
 """
 
+import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 try:
-    from jax._src.source_info_util import Transform, current_name_stack, user_frame
+    from jax._src.source_info_util import Transform, current_name_stack, user_frames
 except ImportError:  # unknown newer JAX
-    Transform = current_name_stack = user_frame = None
+    Transform = current_name_stack = user_frames = None
+
+_LIBRARIES = re.compile(r"[/\\](site|dist)-packages[/\\](flax|optax|equinox|haiku|chex)[/\\]")
+_OURS = str(Path(__file__).parents[1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +57,16 @@ def ambient_name_stack() -> Any:
 
 
 def source_line(eqn: Any) -> str:
-    """Returns the user's `file:line` that an equation comes from, or `""` where unknown."""
-    frame = None if user_frame is None else user_frame(eqn.source_info.traceback)
-    return "" if frame is None else f"{frame.file_name}:{frame.start_line}"
+    """Returns the user's `file:line` that an equation comes from, or `""` where unknown.
+
+    It is the innermost line outside of JAX, this package and the libraries that models are written
+    with; a line of such a library only where there is no other.
+    """
+    if user_frames is None:
+        return ""
+    first = None
+    for frame in user_frames(eqn.source_info.traceback):
+        if not frame.file_name.startswith(_OURS) and not _LIBRARIES.search(frame.file_name):
+            return f"{frame.file_name}:{frame.start_line}"
+        first = first or frame
+    return "" if first is None else f"{first.file_name}:{first.start_line}"

@@ -122,7 +122,8 @@ class Emitter:
     # --- slots ----------------------------------------------------------------------------------
 
     def new_slot(self, item: Any, aval: Any, place: Place, label: str) -> Slot:
-        self.slots.append(SlotInfo(aval, self.sharding(place), label))
+        var = item.var if isinstance(item, Instance) else -1
+        self.slots.append(SlotInfo(aval, self.sharding(place), label, var))
         slot = len(self.slots) - 1
         self.slot_of[item, place] = slot
         self.places.setdefault(item, []).append(place)

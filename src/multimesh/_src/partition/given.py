@@ -40,6 +40,15 @@ def wanted_submeshes(traced: TracedFunction, seeds: Seeds) -> dict[int, int]:
     }
 
 
+def succeeded_arguments(flat: FlatProgram, traced: TracedFunction) -> dict[int, Var]:
+    """The argument that each result, by position, takes the place of (R8)."""
+    return {
+        position: flat.arguments[result.successor_of]
+        for position, result in enumerate(traced.results)
+        if result.successor_of is not None
+    }
+
+
 def _submesh_of(sharding: Any, traced: TracedFunction) -> Mesh | None:
     mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
     return mesh if isinstance(mesh, Mesh) and not is_global(mesh, traced) else None
@@ -82,12 +91,17 @@ def given_layouts(
     homes: Mapping[Var, int],
     batches: Mapping[int, Batch],
 ) -> Layouts:
-    """Layouts that arguments come with, on every shape of submesh."""
+    """Layouts that arguments come with, on every shape of submesh.
+
+    A batch that is stored microbatch-major has that of its rows.
+    """
     shapes = {shape_of(submesh) for submesh in submeshes}
     fixed: Layouts = {}
     for position, (var, argument) in enumerate(zip(flat.arguments, traced.arguments, strict=True)):
         spec = _given_spec(argument)
-        if spec is not None and position not in batches and homes.get(var) != EVERYWHERE:
+        if spec is not None and position in batches:
+            spec = PartitionSpec(None, *spec)
+        if spec is not None and homes.get(var) != EVERYWHERE:
             for shape in shapes:
                 fixed[var, shape] = fit_spec(spec, flat.avals[var].shape, dict(shape))
     return fixed

@@ -57,21 +57,24 @@ def _count(
     uses: dict[Var, dict[int, int]],
     homes: dict[Var, int],
 ) -> None:
-    """Counts executions that read a variable, per submesh; a loop's initial value counts once.
+    """Counts executions that read a variable, per submesh.
 
-    Nobody knows how often a `while` runs: once is as good as any guess.
+    What a loop carries at first counts once, where the tasks of the loop read it; where none does,
+    it is only passed on, and counts where its next value is made. Nobody knows how often a `while`
+    runs: once is as good as any guess.
     """
     for step in steps:
         if isinstance(step, LoopNode):
             _count(step.tasks, executions * max(step.length, 1), submeshes, uses, homes)
             for carry in step.carries:
                 if isinstance(carry.init, int):
-                    place = homes.get(carry.next, -2) if isinstance(carry.next, int) else -2
-                    if place >= 0 and step.condition is not None:
-                        homes[carry.result] = place
-                    if place >= 0:
-                        counts = uses.setdefault(carry.init, {})
-                        counts[place] = counts.get(place, 0) + 1
+                    made = homes.get(carry.next, -2) if isinstance(carry.next, int) else -2
+                    if made >= 0 and step.condition is not None:
+                        homes[carry.result] = made
+                    counts = uses.setdefault(carry.init, {})
+                    for place in uses.get(carry.inside, {made: 1}):
+                        if place >= 0:
+                            counts[place] = counts.get(place, 0) + 1
             continue
         places = submeshes[step.submesh].rotation or (step.submesh,)
         homes.update(dict.fromkeys(step.outputs, places[0]))

@@ -86,6 +86,8 @@ class Builder:
     steps: list[Step] = field(default_factory=list)
     num_steps: int = 0
     guards: tuple[Guard, ...] = ()  # the branches around what is appended
+    _callers: tuple[Any, ...] = ()
+    _emits: bool = False
     _constant_of: dict[int, Var] = field(default_factory=dict)
     _pieces: dict[Var, list[Operand]] = field(default_factory=dict)  # of stacks made here
 
@@ -132,22 +134,42 @@ class Builder:
         return [read(atom) for atom in outvars]
 
     def _inline_equation(self, eqn: Any, inputs: list[Operand], scope: Scope) -> Sequence[Operand]:
+        opens = self._opener(eqn, scope)
+        if opens is not None:
+            outside, self._callers = self._callers, (eqn, *self._callers)
+            results = opens(eqn, inputs, scope)
+            self._callers = outside
+            return results
+        outputs = tuple(self.new(var.aval) for var in eqn.outvars)
+        self.steps.append(
+            Equation(
+                self.serial(),
+                eqn,
+                tuple(inputs),
+                outputs,
+                scope,
+                guards=self.guards,
+                callers=self._callers,
+                emitted=self._emits,
+            )
+        )
+        return outputs
+
+    def _opener(self, eqn: Any, scope: Scope) -> Callable[..., Sequence[Operand]] | None:
+        """What opens an equation with a program inside; None where it stays whole."""
         name = eqn.primitive.name
         if name in _CALLS or (name in REMAT and self._is_open(eqn, scope)):
-            return self._inline_call(eqn, inputs, scope)
+            return self._inline_call
         runs = name == "scan" and eqn.params["length"] > 0  # an empty stack has no slices
         if runs and self.seeds.has_layers(eqn, scope):
-            return self._write_out(eqn, inputs, scope)
+            return self._write_out
         if runs and self._is_cut(eqn, scope):
-            return self._inline_scan(eqn, inputs, scope)
+            return self._inline_scan
         if name == "cond" and self._is_spread(eqn, scope):
-            return self._inline_cond(eqn, inputs, scope)
+            return self._inline_cond
         if name == "while" and self.seeds.num_submeshes_inside(eqn, scope) > 1:
-            return self._inline_while(eqn, inputs, scope)
-        outputs = tuple(self.new(var.aval) for var in eqn.outvars)
-        step = Equation(self.serial(), eqn, tuple(inputs), outputs, scope, self.guards)
-        self.steps.append(step)
-        return outputs
+            return self._inline_while
+        return None
 
     def _is_cut(self, eqn: Any, scope: Scope) -> bool:
         """Whether a scan becomes a loop of tasks; one whole task is faster where it can be."""
@@ -187,7 +209,10 @@ class Builder:
         structs = [
             jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type) for aval in avals
         ]
-        return self.inline_closed(jax.make_jaxpr(function)(*structs), inputs, scope)
+        before, self._emits = self._emits, True
+        made = self.inline_closed(jax.make_jaxpr(function)(*structs), inputs, scope)
+        self._emits = before
+        return made
 
     def aval(self, operand: Operand) -> Any:
         """The type of an operand."""

@@ -77,11 +77,28 @@ def _make(pipeline: Pipeline, num_microbatches: int, spec: Any, *, whole: bool =
 
 
 def task_parts(pipeline: Pipeline) -> Mapping[str, Part | None]:
-    """The part that each task name stands for in rows by task names."""
-    parts: dict[str, Part | None] = {}
+    """The part that each task name stands for in rows by task names.
+
+    Where forward and backward have one name, as `register_layers` gives, the kind is part of it:
+    `layer0:F`, `layer0:BW`, and `layer0:B` and `layer0:W` for the halves.
+    """
+    found: dict[str, dict[Kind, Part | None]] = {}
     for task in pipeline.tasks:
         node = pipeline.node_of[task.index]
-        parts.setdefault(task.name, node if isinstance(node, Part) else None)
+        part = node if isinstance(node, Part) else None
+        kind = Kind.F if part is None else part.kind
+        found.setdefault(task.name, {}).setdefault(kind, part)
+    parts: dict[str, Part | None] = {}
+    for name, of_kind in found.items():
+        backward = next((p for kind, p in of_kind.items() if p and kind is not Kind.F), None)
+        if len(of_kind) == 1:
+            parts[name] = next(iter(of_kind.values()))
+        elif backward is None or Kind.F not in of_kind:
+            parts[name] = backward and Part(Kind.BW, backward.stage)
+        else:
+            parts[f"{name}:F"] = of_kind[Kind.F]
+            for kind in (Kind.BW, Kind.B, Kind.W):
+                parts[f"{name}:{kind}"] = Part(kind, backward.stage)
     return parts
 
 

@@ -1,6 +1,6 @@
 """The passes from a traced function to a plan, in order, on one page."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -13,7 +13,10 @@ from multimesh._src.ir.program import LoopNode, Program, ProgramStep, all_loops
 from multimesh._src.ir.submesh import Submesh
 from multimesh._src.partition import text
 from multimesh._src.partition.assign.cloned import Cloned, find_cloned
+from multimesh._src.partition.assign.glue import settle_glue
+from multimesh._src.partition.assign.late import move_to_readers
 from multimesh._src.partition.assign.places import assign_places
+from multimesh._src.partition.assign.prepared import clone_preparations
 from multimesh._src.partition.assign.saved import use_saved
 from multimesh._src.partition.assign.sums import regroup_sums
 from multimesh._src.partition.backward import Numbers
@@ -30,6 +33,7 @@ from multimesh._src.partition.given import (
     everywhere,
     given_layouts,
     placed_arguments,
+    succeeded_arguments,
     wanted_submeshes,
 )
 from multimesh._src.partition.homes import find_homes
@@ -64,12 +68,33 @@ class Partitioned:
 
     `schedules` has the simulation of each microbatch loop, by the index of its node; `whole` the
     names of its backward tasks that could not be split although the schedule runs halves (S3).
+    `origins` says where all of it comes from.
     """
 
     program: Program
     plan: Plan
     schedules: Mapping[int, Simulation]
     whole: Mapping[int, tuple[str, ...]]
+    origins: "Origins"
+
+
+@dataclass(frozen=True, slots=True)
+class Origins:
+    """What of the flat program became what, by the serials of its equations, for reports.
+
+    Attributes:
+        flat: The flat program, after every equation got its place.
+        place: The submesh of each equation.
+        match: The match of each seed.
+        task_of: The index of the task that an equation is in.
+        clones: The indices of the tasks that clone an equation.
+    """
+
+    flat: FlatProgram
+    place: Mapping[int, int]
+    match: Mapping[int, Match]
+    task_of: Mapping[int, int]
+    clones: Mapping[int, Sequence[int]]
 
 
 @paused_collector()
@@ -153,18 +178,26 @@ def _place(driver: _Driver, flat: FlatProgram) -> _Placed:
     default = default_submesh(traced, seeds)
     arguments = placed_arguments(flat, traced, seeds)
     limit = settings.recompute_from_arguments_if_cost_less_than
+    limit = limit if settings.enable_recomputation else 0
     cloned = find_cloned(
         flat,
         fixed=frozenset(arguments),
-        max_cost=limit if settings.enable_recomputation else 0,
+        max_cost=limit,
         max_elements=settings.replicate_parameters_smaller_than_num_elements,
     )
     wanted = wanted_submeshes(traced, seeds)
-    place = assign_places(flat, cloned, seeded, arguments, wanted, default)
+    succeeded = succeeded_arguments(flat, traced)
+    place = assign_places(flat, cloned, seeded, arguments, wanted, succeeded, default)
+    # One by one, equations cannot see what a whole group of them would save elsewhere.
+    place = settle_glue(flat, cloned, seeded, place, arguments, wanted)
+    # Where what is made of a microbatch would cross, one stage would wait for another in vain.
+    cloned = clone_preparations(flat, cloned, seeded, place, limit)
     # Only now is it known which remat regions span submeshes and what crosses inside them.
     flat = prune(use_saved(flat, place))
     # Places come before sums are regrouped: only then is it known which sums cross submeshes.
     flat, place = regroup_sums(flat, place, seeded, cloned)
+    # Only when all readers and sums are settled is it known what had better grow behind a copy.
+    place = move_to_readers(flat, place, seeded, cloned, seeds.submeshes)
     driver.show("assign", text.print_flat, flat, place)
     carries = classify_all(flat.steps, place)
     # Each submesh has its conditional once places are final; later passes see no guards.
@@ -180,6 +213,7 @@ class _Cut:
     submeshes: tuple[Submesh, ...]
     steps: tuple[ProgramStep, ...]
     pipelines: Mapping[int, Pipeline]
+    origins: Origins
 
 
 def _cut(driver: _Driver, placed: _Placed) -> _Cut:
@@ -208,7 +242,8 @@ def _cut(driver: _Driver, placed: _Placed) -> _Cut:
         for loop in all_loops(steps)
         if loop.index in pipelines
     }
-    return _Cut(replace(flat, avals=avals), submeshes, steps, pipelines)
+    origins = Origins(flat, place, match, splitter.task_of, splitter.clones)
+    return _Cut(replace(flat, avals=avals), submeshes, steps, pipelines, origins)
 
 
 def _lay_out(driver: _Driver, placed: _Placed, cut: _Cut, batches: Mapping[int, Batch]) -> Program:
@@ -267,4 +302,4 @@ def _order(
         plan = fuse_runs(plan)
         driver.show("fuse", text.print_plan, plan)
     whole = {index: pipeline.whole for index, pipeline in pipelines.items() if pipeline.whole}
-    return Partitioned(program, plan, schedules, whole)
+    return Partitioned(program, plan, schedules, whole, cut.origins)

@@ -22,8 +22,8 @@ from multimesh._src.errors import ConfigError, message
 from multimesh._src.frontend.tracing import TracedFunction
 from multimesh._src.partition.pipeline import Partitioned, partition
 from multimesh._src.report.labels import unique_labels
+from multimesh._src.report.make import make_report
 from multimesh._src.report.opened import open_loops
-from multimesh._src.report.program import make_report
 from multimesh._src.runtime.buffers import plan_buffers
 from multimesh._src.runtime.compile import stablehlo
 

@@ -1,6 +1,6 @@
-"""Shows a `ProgramReport`: plain text for logs and tests, tables for terminals.
+"""Shows a `ProgramReport`: plain text for logs and tests, the same with styles for terminals.
 
-`str(staged.explain())` is the text, `rich.print(staged.explain())` the tables.
+`str(staged.explain())` is the text, `rich.print(staged.explain())` fills the terminal's width.
 """
 
 import textwrap
@@ -10,173 +10,180 @@ from typing import TYPE_CHECKING
 from rich.console import RenderableType
 from rich.text import Text
 
-from multimesh._src.report.tables import Table, amount, merge_rows
+from multimesh._src.report.findings import Finding, find_findings
+from multimesh._src.report.sections import tables
+from multimesh._src.report.sites import LineNames, line_names
+from multimesh._src.report.tables import WIDTH, amount, count, indented
 from multimesh._src.schedule.grid import grid
 
 if TYPE_CHECKING:
-    from multimesh._src.report.program import LoopReport, ProgramReport, TaskReport
+    from multimesh._src.report.program import LoopReport, ProgramReport
 
-WIDTH = 100
 MAX_DRAWN_MICROBATCHES = 64
 """Longer loops are summarised, not drawn."""
+
+MAX_SHARES = 8
+"""Most submeshes whose share of the work the summary lists."""
 
 
 def as_text(report: "ProgramReport") -> str:
     """Returns the report as plain text, without trailing blanks."""
-    parts = [summary(report)]
-    parts += [table.as_text() for table in tables(report)]
+    lines = _line_names(report)
+    findings = find_findings(report, lines)
+    parts = ["\n".join(summary(report, findings))]
+    if findings:
+        parts.append("\n".join(["Worth a look", *_listed(findings, WIDTH)]))
+    parts += [table.as_text() for table in tables(report, lines)]
     for loop in report.loops:
         drawn = textwrap.indent(_drawing(loop, WIDTH - 2, color=False), "  ")
-        parts.append(f"{_loop_title(loop)}\n{drawn}".rstrip())
+        parts.append("\n".join([*_loop_title(loop, WIDTH), drawn]).rstrip())
         for remark in _remarks(loop):
-            parts[-1] += "".join(f"\n  {line}" for line in textwrap.wrap(remark, WIDTH - 2))
+            parts[-1] += "".join(f"\n{line}" for line in indented(remark, WIDTH, 2))
     return "\n\n".join(parts)
 
 
 def as_rich(report: "ProgramReport", width: int) -> Iterator[RenderableType]:
     """Yields what rich prints."""
-    yield Text(summary(report))
-    for table in tables(report):
+    lines = _line_names(report)
+    findings = find_findings(report, lines)
+    first, *rest = summary(report, findings, width)
+    yield Text(first, "bold")
+    yield Text("\n".join(rest))
+    if findings:
+        yield Text("\nWorth a look", "bold")
+        yield Text("\n".join(_listed(findings, width)))
+    for table in tables(report, lines):
         yield Text()
-        yield table.as_rich()
+        yield table.as_rich(width)
     for loop in report.loops:
         yield Text()
-        yield Text(_loop_title(loop), style="bold")
+        yield Text("\n".join(_loop_title(loop, width)), style="bold")
         yield Text.from_ansi(_drawing(loop, width, color=True))
-        yield from map(Text, _remarks(loop))
+        for remark in _remarks(loop):
+            yield Text("\n".join(indented(remark, width, 2)))
 
 
-def summary(report: "ProgramReport") -> str:
-    """Returns the size of the program in two sentences."""
-    num_runs = _count(sum(task.num_runs for task in report.tasks), "run")
-    num_copies = _count(report.num_copies, "copy", "copies")
-    num_values = _count(sum(reshard.copies for reshard in report.reshards), "value")
+def _line_names(report: "ProgramReport") -> LineNames:
+    """Short names of all lines that a report names."""
+    sites = [site for r in report.reshards for site in (r.made, r.used) if site is not None]
+    sites += [whole.site for whole in report.whole]
+    lines = [site.line for site in sites]
+    lines += [task.origin for task in report.tasks]
+    lines += [line for code in report.code for line in code.lines]
+    lines += [registration.where for registration in report.registrations]
+    lines += [whole.line for loop in report.loops for whole in loop.whole]
+    return line_names(lines)
+
+
+# --- summary -------------------------------------------------------------------------------------
+
+
+def summary(
+    report: "ProgramReport", findings: Sequence[Finding], width: int = WIDTH
+) -> tuple[str, ...]:
+    """Returns what to know first, in about ten lines."""
+    facts = [
+        ("one call", _call(report)),
+        ("work", _work(report)),
+        ("state", _state(report)),
+        *((f"loop of {loop.length}", _loop_fact(loop)) for loop in report.loops[:2]),
+        ("worth a look", _topics(findings)),
+    ]
+    lines = indented(f"{report.name}: {_counts(report)}.", width, 0)
+    for label, text in facts:
+        lines += indented(text, width, 16, f"  {label:<14}")
+    return tuple(lines)
+
+
+def _counts(report: "ProgramReport") -> str:
+    tasks = count(len(report.tasks), "task")
+    submeshes = count(len(report.submeshes), "submesh", "submeshes")
+    programs = count(report.num_executables, "program")
+    same = report.num_executables - report.num_bodies
+    shared = f" ({report.num_bodies} but for their devices)" if same else ""
+    return f"{tasks} on {submeshes}, {programs} to compile{shared}"
+
+
+def _call(report: "ProgramReport") -> str:
+    runs = count(sum(task.num_runs for task in report.tasks), "run")
+    copies = count(report.num_copies, "copy", "copies")
+    values = count(sum(reshard.copies for reshard in report.reshards), "value")
     crossing = amount(sum(reshard.bytes for reshard in report.reshards), "B")
-    counts = (
-        _count(len(report.tasks), "task"),
-        _count(len(report.submeshes), "submesh", "submeshes"),
-        _count(report.num_executables, "program"),
-    )
+    return f"{runs} of tasks, {copies} with {values}, {crossing} between devices"
+
+
+def _work(report: "ProgramReport") -> str:
+    total = sum(submesh.flops for submesh in report.submeshes)
+    working = [submesh for submesh in report.submeshes if submesh.flops]
+    if not working:
+        return "0 FLOP"
+    shares = [f"{s.label} {s.flops / total:.0%}" for s in working[:MAX_SHARES]]
+    more = f" and {len(working) - MAX_SHARES} more" if len(working) > MAX_SHARES else ""
+    return f"{amount(total, 'FLOP')}: {', '.join(shares)}{more}"
+
+
+def _state(report: "ProgramReport") -> str:
+    size = amount(sum(argument.bytes for argument in report.arguments), "B")
+    most = max(report.submeshes, key=lambda submesh: submesh.peak_bytes)
     return (
-        f"{report.name}: {counts[0]} on {counts[1]}, {counts[2]}.\n"
-        f"One call: {num_runs} of tasks, {num_copies} with {num_values}, "
-        f"{crossing} between devices."
+        f"{size} in {count(len(report.arguments), 'argument array')}; a device holds at most "
+        f"{amount(most.peak_bytes, 'B')} in a call (on {most.label})"
     )
 
 
-def _count(number: int, one: str, many: str = "") -> str:
-    return f"{number} {one if number == 1 else many or one + 's'}"
-
-
-def tables(report: "ProgramReport") -> Iterator[Table]:
-    """Yields the tables that have rows."""
-    made = (_submeshes(report), _tasks(report), _reshards(report), _arguments(report))
-    return (table for table in made if table.rows)
-
-
-def _submeshes(report: "ProgramReport") -> Table:
-    rows = tuple(
-        (s.label, s.devices, s.axes or "-", amount(s.argument_bytes, "B"), amount(s.flops, "FLOP"))
-        for s in report.submeshes
-    )
-    return Table("Submeshes", ("submesh", "devices", "axes", ">arguments", ">work a call"), rows)
-
-
-def _tasks(report: "ProgramReport") -> Table:
-    rows = [
-        (
-            (task.label,),
-            _action(task),
-            task.submesh,
-            str(task.num_runs),
-            amount(task.flops, "FLOP"),
-            f"{task.num_inputs}, {amount(task.input_bytes, 'B')}",
-            f"{task.num_outputs}, {amount(task.output_bytes, 'B')}",
-            f"{len(task.parameters)}, {amount(task.parameter_bytes, 'B')}",
-            str(task.num_in_place),
-        )
-        for task in report.tasks
-    ]
-    columns = ("task", "action", "submesh", ">runs", ">work a run", ">reads", ">makes")
-    return Table(
-        "Tasks",
-        (*columns, ">arguments", ">in place"),
-        merge_rows(rows),
-        note="arguments: those of the reads that are arguments of the function; in place: results "
-        "written over what the task reads. Sizes are of whole arrays, operations are estimates. "
-        "`main` is what stands in no scope of a task.",
+def _loop_fact(loop: "LoopReport") -> str:
+    s = loop.simulation
+    if s is None:
+        return f"{count(len(loop.tasks), 'task')}, turn by turn"
+    sets = max(s.peaks.until_w, default=0)
+    return (
+        f"{s.schedule.name} on {count(s.graph.num_ranks, 'rank')}, makespan {s.makespan:g}, idle "
+        f"{s.bubble_share:.1%}, at most {count(sets, 'residual set')} a rank"
     )
 
 
-def _action(task: "TaskReport") -> str:
-    return f"{task.stage}{task.kind}" if task.stage >= 0 else task.kind
+def _topics(findings: Sequence[Finding]) -> str:
+    topics: dict[str, int] = {}
+    for finding in findings:
+        topics[finding.topic] = topics.get(finding.topic, 0) + 1
+    named = (f"{topic} ({n})" if n > 1 else topic for topic, n in topics.items())
+    return ", ".join(named) or "nothing"
 
 
-def _reshards(report: "ProgramReport") -> Table:
-    rows = [
-        (
-            (reshard.value,),
-            reshard.type,
-            reshard.edge,
-            tuple(reshard.target.split(", ")),
-            str(reshard.copies),
-            amount(reshard.bytes, "B"),
-        )
-        for reshard in report.reshards
-    ]
-    return Table(
-        "Reshards (in one call)",
-        ("value", "type", "from -> to", "read by", ">copies", ">bytes"),
-        merge_rows(rows),
-        note="bytes: what the target devices lack; 0 B is a view of what lies there already.",
-    )
+def _listed(findings: Sequence[Finding], width: int) -> Iterator[str]:
+    for finding in findings:
+        yield from indented(f"{finding.topic}: {finding.text}", width, 4, "- ")
+        for way in finding.ways:
+            yield from indented(way, width, 7, "-> ")
 
 
-def _arguments(report: "ProgramReport") -> Table:
-    rows = []
-    for a in report.arguments:
-        remarks = [f"in {a.microbatches} microbatches"] if a.microbatches else []
-        remarks += ["donated"] if a.donated else []
-        remarks += [f"returned as {name}" for name in a.returned_as]
-        rows.append(
-            ((a.name,), a.type, a.home or "-", a.layout or "-", a.moved, ", ".join(remarks))
-        )
-    return Table(
-        "Arguments",
-        ("argument", "type", "lives on", "layout", "moved", ""),
-        merge_rows(rows),
-        note="moved: for arguments that lie as they did when the function was traced; `first call` "
-        "means that the result that takes the argument's place comes back where it is wanted.",
-    )
+# --- loops ---------------------------------------------------------------------------------------
 
 
-def _loop_title(loop: "LoopReport") -> str:
+def _loop_title(loop: "LoopReport", width: int) -> list[str]:
     if loop.length == 0:
-        return f"While loop: {', '.join(_named(loop))}"
+        return [f"While loop: {', '.join(loop.tasks[:4])}"]
     kind = "sequential loop" if loop.simulation is None else "microbatch loop"
-    return f"Schedule of a {kind}: {loop.length} x {', '.join(_named(loop))}"
-
-
-def _named(loop: "LoopReport") -> tuple[str, ...]:
-    shown = loop.tasks[:4]
-    return (*shown, f"and {len(loop.tasks) - 4} more") if len(loop.tasks) > 4 else shown
+    named = [*loop.tasks[:4], *([f"and {len(loop.tasks) - 4} more"] if loop.tasks[4:] else [])]
+    text = f"Schedule of a {kind}: {loop.length} x {', '.join(named)}"
+    return indented(text, width, 0)
 
 
 def _remarks(loop: "LoopReport") -> Iterator[str]:
-    """Says what the schedule keeps, and which stages keep B and W together against it (S3)."""
-    peaks = None if loop.simulation is None else loop.simulation.peaks
-    if peaks is not None and any(peaks.until_w):
+    """Says what the schedule keeps, and in which unit its times are."""
+    if loop.simulation is None:
+        return
+    peaks = loop.simulation.peaks
+    yield (
+        "Simulated; the unit of time is one F, one B or one W of a stage (a BW takes two); copies "
+        "take none."
+    )
+    if any(peaks.until_w):
         sets = f"at most {_by_rank(peaks.until_b)} residual sets"
         if peaks.until_w != peaks.until_b:
             sets += f" until B, {_by_rank(peaks.until_w)} until W"
         sizes = ", ".join(amount(int(size), "B") for size in peaks.num_bytes)
         yield f"By rank: {sets}; with {sizes}, of whole arrays."
-    if loop.whole:
-        names = ", ".join(f"`{name}`" for name in dict.fromkeys(loop.whole))
-        yield (
-            f"Not split into B and W, because the contractions stand inside a scan: {names}. "
-            "Write the layers of a stage out, or take a schedule without W."
-        )
 
 
 def _by_rank(counts: Sequence[int]) -> str:

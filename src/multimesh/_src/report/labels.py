@@ -7,7 +7,7 @@ One *unit* is one task of the program, or several that were fused: all runs of o
 executable.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from multimesh._src.ir.plan import Plan, Run
@@ -45,6 +45,15 @@ class Units:
         """The label of the unit that a step runs."""
         return self.units[self.unit_of[step]].label
 
+    def labels_of_tasks(self, tasks: Iterable[TaskNode]) -> dict[int, str]:
+        """The label of the unit that a task is part of, by the index of the task."""
+
+        def key(task: TaskNode) -> tuple[str, int, int]:
+            return task.name, id(task.body), task.submesh
+
+        labels = {key(task): unit.label for unit in self.units for task in unit.tasks}
+        return {task.index: labels[key(task)] for task in tasks if key(task) in labels}
+
 
 def find_units(tasks: Sequence[TaskNode], plan: Plan) -> Units:
     """Finds what a plan runs."""
@@ -74,8 +83,10 @@ def _tasks_of(run: Run, plan: Plan, tasks: Sequence[TaskNode]) -> tuple[TaskNode
     names = run.task.split(JOINT)
     found: list[TaskNode] = []
     for part in (plan.executables[number] for number in parts):
-        same = (t for t in tasks if t.body is part.body and t.submesh == part.submesh.index)
-        found += next(([task] for task in same if task.name in names), [])
+        same = [task for task in tasks if task.body is part.body and task.name in names]
+        # a rotating task is on no submesh of its own
+        same.sort(key=lambda task: task.submesh != part.submesh.index)
+        found += same[:1]
     return tuple(found)
 
 

@@ -1,109 +1,203 @@
-"""Tables as data, as plain text and as tables of rich.
+"""Tables as data and as plain text of a given width; a terminal gets the same text with styles.
 
 Rows that differ only in their names become one row, whose names are shortened where they count up:
 
     layer1_fwd  stage=0  64 B             layer1_fwd ... layer3_fwd  stage=0  64 B
     layer2_fwd  stage=0  64 B      ->
     layer3_fwd  stage=0  64 B
+
+What is too wide is wrapped, the widest column first, behind spaces, commas and other separators.
+No word is cut off: one that is wider than its column goes on below.
 """
 
 import itertools
 import re
-import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
-from rich import box
-from rich.table import Table as RichTable
 from rich.text import Text
 
 from multimesh._src.report.labels import JOINT
 
-NAMES_WIDTH = 28
-"""Widest a column of names may be before it is wrapped."""
+WIDTH = 100
+"""Characters a line of plain text."""
 
-Cell = str | tuple[str, ...]
+NAMES_WIDTH = 28
+"""Widest a column of names is made where there is room for more."""
+
+LONG_NAME = 44
+"""Longest name that stays on one line where there is room."""
+
+GAP = "  "
+_UNIT = r"[kMGTP]?(?:B|FLOP)\b"
+_SMALLEST = 6  # a column is never narrower, if it has something to show
+
+Cell: TypeAlias = str | tuple[str, ...]
 """Text, or names that may be joined and wrapped."""
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table. Columns whose heading starts with `>` are aligned to the right."""
+    """A table. Columns whose heading starts with `>` are aligned to the right.
+
+    `details` may give for each row a line of text to be shown below it; `num_optional` columns at
+    the right are left out where the width is not enough for all.
+    """
 
     title: str
     columns: tuple[str, ...]
     rows: tuple[tuple[Cell, ...], ...]
     note: str = ""
+    details: tuple[str, ...] = ()
+    num_optional: int = 0
 
-    def as_text(self) -> str:
+    def as_text(self, width: int = WIDTH) -> str:
         """The table as plain text, without trailing blanks."""
-        heads = [column.lstrip(">") for column in self.columns]
-        rows = [[_lines(cell) for cell in row] for row in self.rows]
-        widths = [
-            max(len(line) for line in (head, *itertools.chain.from_iterable(cells)))
-            for head, cells in zip(heads, zip(*rows, strict=True), strict=True)
-        ]
-        right = [column.startswith(">") for column in self.columns]
+        return "\n".join(line for line, _ in self._lines(width))
 
-        def line(cells: Iterable[str]) -> str:
-            aligned = (
-                cell.rjust(width) if to_right else cell.ljust(width)
-                for cell, width, to_right in zip(cells, widths, right, strict=True)
-            )
-            return ("  " + "  ".join(aligned)).rstrip()
-
-        lines = [self.title, line(heads), line("-" * width for width in widths)]
-        lines += [
-            line(cells) for row in rows for cells in itertools.zip_longest(*row, fillvalue="")
-        ]
-        lines += textwrap.wrap(self.note, 96, initial_indent="  ", subsequent_indent="  ")
-        return "\n".join(lines)
-
-    def as_rich(self) -> RichTable:
+    def as_rich(self, width: int) -> Text:
         """The table for a terminal."""
-        table = RichTable(
-            title=Text(self.title),
-            title_style="bold",
-            title_justify="left",
-            caption=Text(self.note) if self.note else None,
-            caption_justify="left",
-            box=box.SIMPLE_HEAD,
-            pad_edge=False,
-            collapse_padding=True,
-            show_edge=False,
+        styled = (Text(line, style) for line, style in self._lines(width))
+        return Text("\n").join(styled)
+
+    def _lines(self, width: int) -> Iterator[tuple[str, str]]:
+        """The lines with their styles."""
+        cells = [[_atoms(cell) for cell in row] for row in self.rows]
+        heads = [_atoms(column.lstrip(">")) for column in self.columns]
+        shown = len(heads)
+        while sum(_least_widths(heads[:shown], cells)) + len(GAP) * shown > width:
+            if shown == len(heads) - self.num_optional:
+                break
+            shown -= 1
+        widths = _fit(heads[:shown], cells, self._caps(width), width)
+        right = [column.startswith(">") for column in self.columns[:shown]]
+        yield self.title, "bold"
+        yield from ((line, "bold") for line in _row(heads, widths, right))
+        yield _line(["-" * size for size in widths], widths, right), "dim"
+        for number, row in enumerate(cells):
+            yield from ((line, "") for line in _row(row, widths, right))
+            if self.details and self.details[number]:
+                yield from ((line, "dim") for line in indented(self.details[number], width, 6))
+        if self.note:
+            yield from ((line, "dim italic") for line in indented(self.note, width, 2))
+
+    def _caps(self, width: int) -> list[int]:
+        """How wide each column may become if there is room: lists of names are wrapped."""
+        caps: list[int] = []
+        for column in zip(*self.rows, strict=True):
+            names = [name for cell in column if isinstance(cell, tuple) for name in shorten(cell)]
+            longest = max((len(_shortened(name)) for name in names), default=width)
+            caps.append(max(NAMES_WIDTH, min(longest, LONG_NAME)) if names else width)
+        return caps or [width] * len(self.columns)
+
+
+def indented(text: str, width: int, indent: int, first: str = "") -> list[str]:
+    """Returns the lines of a text, wrapped behind separators and indented."""
+    lines = _wrap(_words(text, width - indent), width - indent)
+    return [f"{(first or '').rjust(indent) if not i else ' ' * indent}{line}".rstrip()
+            for i, line in enumerate(lines)]  # fmt: skip
+
+
+# --- layout --------------------------------------------------------------------------------------
+
+
+def _row(
+    cells: Sequence[Sequence[str]], widths: Sequence[int], right: Sequence[bool]
+) -> Iterator[str]:
+    wrapped = [_wrap(cell, size) for cell, size in zip(cells, widths, strict=False)]
+    for line in itertools.zip_longest(*wrapped, fillvalue=""):
+        yield _line(line, widths, right)
+
+
+def _line(cells: Iterable[str], widths: Sequence[int], right: Sequence[bool]) -> str:
+    aligned = (
+        cell.rjust(size) if to_right else cell.ljust(size)
+        for cell, size, to_right in zip(cells, widths, right, strict=True)
+    )
+    return (GAP + GAP.join(aligned)).rstrip()
+
+
+def _fit(
+    heads: Sequence[Sequence[str]],
+    rows: Sequence[Sequence[Sequence[str]]],
+    caps: Sequence[int],
+    width: int,
+) -> list[int]:
+    """Returns the widths of the columns; the widest ones are made narrower until all fit."""
+    least = _least_widths(heads, rows)
+    sizes = [
+        max(
+            len(line)
+            for cell in (head, *(row[number] for row in rows))
+            for line in _wrap(cell, caps[number])
         )
-        for number, column in enumerate(self.columns):
-            justify = "right" if column.startswith(">") else "left"
-            # the first column has names, which stay whole
-            table.add_column(
-                column.lstrip(">"), justify=justify, overflow="fold", no_wrap=number == 0
-            )
-        for row in self.rows:
-            table.add_row(*(Text("\n".join(_lines(cell))) for cell in row))
-        return table
+        for number, head in enumerate(heads)
+    ]
+    sizes = [max(size, low) for size, low in zip(sizes, least, strict=True)]
+    excess = sum(sizes) + len(GAP) * len(sizes) - width
+    while excess > 0:
+        loose = [number for number, size in enumerate(sizes) if size > least[number]]
+        loose = loose or [number for number, size in enumerate(sizes) if size > _SMALLEST]
+        if not loose:
+            break
+        sizes[max(loose, key=sizes.__getitem__)] -= 1
+        excess -= 1
+    return sizes
 
 
-def _lines(cell: Cell) -> list[str]:
-    """The lines of a cell. Names are kept whole, but for long ones of fused tasks."""
+def _least_widths(
+    heads: Sequence[Sequence[str]], rows: Sequence[Sequence[Sequence[str]]]
+) -> list[int]:
+    """The widest part of each column that cannot be wrapped."""
+    return [
+        max(len(atom.rstrip()) for cell in (head, *(row[number] for row in rows)) for atom in cell)
+        for number, head in enumerate(heads)
+    ]
+
+
+def _atoms(cell: Cell) -> list[str]:
+    """The parts of a cell between which it may be wrapped, each with the blanks behind it."""
     if isinstance(cell, str):
-        return [cell]
-    lines = [""]
+        return _words(cell)
     names = shorten(cell)
-    for i, name in enumerate(names):
-        pieces = _pieces(name)
-        pieces[-1] += "," if i < len(names) - 1 else ""
-        for piece in pieces:
-            if lines[-1] and len(lines[-1]) + 1 + len(piece) > NAMES_WIDTH:
-                lines.append("")
-            lines[-1] += f" {piece}" if lines[-1] else piece
-    return lines
+    listed = [f"{name}, " for name in names[:-1]] + list(names[-1:])
+    return [atom for name in listed for atom in _words(_shortened(name))] or [""]
 
 
-def _pieces(name: str) -> list[str]:
+def _shortened(name: str) -> str:
+    """A name; those of a long fused task are shortened like a list."""
     if len(name) <= NAMES_WIDTH:
-        return [name]
-    *parts, last = shorten(name.split(JOINT))
-    return [*(f"{part} {JOINT}" for part in parts), last]
+        return name
+    end = ", " if name.endswith(", ") else ""
+    return f" {JOINT} ".join(shorten(name.removesuffix(", ").split(JOINT))) + end
+
+
+def _words(text: str, longest: int = NAMES_WIDTH // 2) -> list[str]:
+    """Words with the blanks behind them; those longer than `longest` also end behind separators."""
+    words = re.findall(rf"[\d.]+ {_UNIT}\S*\s*|\S+\s*", text) or [""]
+    found: list[str] = []
+    for word in words:
+        long = len(word.rstrip()) > longest
+        found += re.findall(r"[^/\],]*[/\],)]+\s*|[^/\],]+\s*", word) if long else [word]
+    return found
+
+
+def _wrap(atoms: Sequence[str], width: int) -> list[str]:
+    """Fills lines with atoms; only an atom that is wider than a line is cut."""
+    lines = [""]
+    for atom in atoms:
+        if lines[-1] and len(lines[-1]) + len(atom.rstrip()) > width:
+            lines[-1] = lines[-1].rstrip()
+            lines.append("")
+        while len(atom.rstrip()) > width:
+            lines[-1], atom = atom[:width], atom[width:]
+            lines.append("")
+        lines[-1] += atom
+    return [line.rstrip() for line in lines if line.strip()] or [""]
+
+
+# --- names and numbers ---------------------------------------------------------------------------
 
 
 def merge_rows(rows: Sequence[tuple[Cell, ...]]) -> tuple[tuple[Cell, ...], ...]:
@@ -150,6 +244,40 @@ def _counted(before: str, after: str) -> tuple[int, int] | None:
         return None
     step = int(other[differ[0]]) - int(one[differ[0]])
     return (differ[0], step) if step in (1, -1) else None
+
+
+def common_names(names: Sequence[str], known: Sequence[str]) -> tuple[str, ...]:
+    """Replaces names by those of the subtrees in which all known names are among them.
+
+    `state[0]['w'], state[0]['b'], state[1]['w']` of these and `state[1]['b']` are
+    `state[0], state[1]['w']`.
+    """
+    keys = {name: _keys(name) for name in dict.fromkeys((*known, *names))}
+    below: dict[tuple[str, ...], int] = {}
+    inside: dict[tuple[str, ...], int] = {}
+    for name in keys:
+        for length in range(1, len(keys[name]) + 1):
+            prefix = keys[name][:length]
+            below[prefix] = below.get(prefix, 0) + 1
+    for name in dict.fromkeys(names):
+        for length in range(1, len(keys[name]) + 1):
+            prefix = keys[name][:length]
+            inside[prefix] = inside.get(prefix, 0) + 1
+    found: dict[str, None] = {}
+    for name in names:
+        prefixes = (keys[name][:length] for length in range(1, len(keys[name]) + 1))
+        found["".join(next(p for p in prefixes if inside[p] == below[p]))] = None
+    return tuple(found)
+
+
+def _keys(name: str) -> tuple[str, ...]:
+    """`state[0].mu['w']` -> `state`, `[0]`, `.mu`, `['w']`."""
+    return tuple(re.findall(r"\['[^']*'\]|\[[^\]]*\]|\.[^.\[]+|[^.\[]+", name)) or (name,)
+
+
+def count(number: int, one: str, many: str = "") -> str:
+    """Returns a number of things, as `1 copy`, `3 copies`; `many` is the plural if it is no `s`."""
+    return f"{number} {one if number == 1 else many or one + 's'}"
 
 
 _UNITS = ("", "k", "M", "G", "T", "P")

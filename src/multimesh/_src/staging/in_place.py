@@ -106,7 +106,7 @@ def _places_of_argument(like: Compiled, shapes: Any, argnum: int | None, name: s
     """The shardings of the argument of a compiled step that is like the results of `name`."""
     tree = jax.tree.structure(shapes)
     wanted = _kinds(shapes)
-    arguments = like.argument_shapes
+    arguments = like.in_avals[0]
     chosen = range(len(arguments)) if argnum is None else (argnum,)
     for position in chosen:
         found = arguments[position] if position < len(arguments) else None

@@ -23,6 +23,8 @@ from multimesh._src.staging.matched import (
     is_plain,
     no_match_warning,
     no_matcher_warning,
+    why_pieces,
+    why_plain,
 )
 from multimesh._src.staging.plain import plain_jit, together
 from multimesh._src.staging.staged import CallTypes, Lowered, PlainBackend, PlanBackend, Traced
@@ -179,13 +181,16 @@ class Maker:
         ignore = call.contexts.settings.ignore_transforms
         if not ignore and not self._is_plain(traced, found, call):
             return self._lower(traced, types, found, call)
-        return Lowered(traced, types, None, lambda: self._plain_backend(types, call))
+        matchers = registered(call.contexts.contexts)
+        why = why_plain(self.binding.name, matchers, found, ignored=ignore)
+        return Lowered(traced, types, None, lambda: self._plain_backend(types, call), why)
 
     def _lower(
         self, traced: TracedFunction, types: CallTypes, found: Findings, call: Call
     ) -> Lowered:
         if (self.by_results or not found.matched) and is_cut_by_results(traced):
-            return Lowered(traced, types, None, lambda: cut_by_results(traced))
+            why = why_pieces(traced)
+            return Lowered(traced, types, None, lambda: cut_by_results(traced), why)
         with call.contexts.activate():
             return Lowered(traced, types, partition_and_dump(traced), None)
 

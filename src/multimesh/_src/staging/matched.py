@@ -1,5 +1,6 @@
 """Does anything in a traced function say where it runs? Decides what is plain JAX (R15)."""
 
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -13,8 +14,10 @@ from multimesh._src.frontend.tracing import TracedFunction
 from multimesh._src.ir.constraint import constraint_p
 from multimesh._src.ir.scope import Scope
 from multimesh._src.jax_compat import jaxprs
+from multimesh._src.topology import devices_label
 
 MAX_SCOPES = 12
+WIDTH = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,3 +133,38 @@ def no_match_warning(name: str, matchers: tuple[str, ...], scopes: tuple[str, ..
             "register a matcher that touches one of the scopes.",
         ),
     )
+
+
+def why_plain(name: str, matchers: tuple[str, ...], found: Findings, *, ignored: bool) -> str:
+    """Returns what `explain()` says of a function that is plain JAX, and why it is."""
+    shown = ", ".join(f"`{matcher}`" for matcher in matchers[:MAX_SCOPES])
+    scopes = ", ".join(f"`{scope}`" for scope in found.scopes[:MAX_SCOPES]) or "none"
+    if ignored:
+        why, ways = "`ignore_transforms` is set.", ("leave out `ignore_transforms`.",)
+    elif not matchers:
+        why = "no task is registered where it was made or is called."
+        ways = ("make or call it inside `with multi_mesh:`, and register the scopes of tasks.",)
+    else:
+        why = f"no scope of it matched a matcher. Registered: {shown}. Scopes: {scopes}."
+        ways = ("open one of the scopes, or register a matcher that touches one.",)
+    places = "" if ignored else " All its arguments lie on one set of devices, where it runs."
+    text = f"`{name}` has no tasks and is plain JAX: {why}{places}"
+    return message(textwrap.fill(text, WIDTH), ways=ways)
+
+
+def why_pieces(traced: TracedFunction) -> str:
+    """Returns what `explain()` says of a function that is cut by the places of its results."""
+    groups: dict[str, list[str]] = {}
+    for result in traced.results:
+        mesh: Any = None if result.sharding is None else result.sharding.mesh
+        devices = "anywhere" if mesh is None else devices_label(list(mesh.devices.flat))
+        groups.setdefault(devices, []).append(result.name)
+    lines = [
+        f"{devices}: {len(names)} of {len(traced.results)} results, from `{names[0]}` on"
+        for devices, names in groups.items()
+    ]
+    text = (
+        f"`{traced.name}` has no tasks: the places of its results say where it runs. One program "
+        "for each device set makes what lies there; what several need, each computes."
+    )
+    return message(textwrap.fill(text, WIDTH), window="\n".join(lines))

@@ -100,7 +100,7 @@ def _weakly(fun: Callable[..., Any]) -> Callable[..., Any]:
 
     call.__name__ = call.__qualname__ = function_name(fun)
     if isinstance(fun, FunctionType):
-        call.__wrapped__ = _shadow(fun)
+        call.__wrapped__ = _shadow(fun)  # pyright: ignore[reportFunctionMemberAccess]
     return call
 
 

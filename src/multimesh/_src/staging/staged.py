@@ -20,7 +20,8 @@ from multimesh._src.frontend.tracing import TracedFunction, plain_aval
 from multimesh._src.ir.plan import Plan
 from multimesh._src.partition.pipeline import Partitioned
 from multimesh._src.partition.text import print_program
-from multimesh._src.report.program import ProgramReport, make_report
+from multimesh._src.report.make import make_report
+from multimesh._src.report.program import ProgramReport
 from multimesh._src.runtime.compiled_plan import CompiledPlan, compile_plan
 from multimesh._src.staging.matched import findings
 from multimesh._src.staging.variants import user_sharding
@@ -239,6 +240,10 @@ class Traced:
         """Cuts the program into tasks and schedules them."""
         return self._lower()
 
+    def explain(self) -> ProgramReport | str:
+        """What becomes of the function when it is lowered, to be printed."""
+        return self.lower().explain()
+
 
 def out_info(traced: TracedFunction) -> Any:
     """Returns shapes and dtypes of the results, as a pytree."""
@@ -255,9 +260,11 @@ class Lowered:
         types: CallTypes,
         partitioned: Partitioned | None,
         otherwise: Callable[[], AbstractBackend] | None,
+        why: str = "",
     ):
+        """`why` says, of a function that is not partitioned, why it is not."""
         self._traced, self._types = traced, types
-        self._partitioned, self._otherwise = partitioned, otherwise
+        self._partitioned, self._otherwise, self._why = partitioned, otherwise, why
 
     @functools.cached_property
     def program(self) -> ProgramReport | None:
@@ -294,10 +301,8 @@ class Lowered:
         return print_program(self._partitioned.program)
 
     def explain(self) -> ProgramReport | str:
-        """What became of the function, to be printed: `rich.print` shows it as tables."""
-        if self.program is None:
-            return f"`{self._traced.name}` has no tasks: no scope of it matched a matcher."
-        return self.program
+        """What became of the function, to be printed; of plain JAX a text that says why it is."""
+        return self._why if self.program is None else self.program
 
     def compile(self) -> "Compiled":
         """Compiles all tasks."""
@@ -351,9 +356,9 @@ class Compiled:
         return self._lowered.schedule
 
     @property
-    def argument_shapes(self) -> tuple[Any, ...]:
-        """Shapes and dtypes of the positional arguments, each a pytree."""
-        return jax.tree.unflatten(self.in_tree, self._lowered._types.avals)[0]
+    def in_avals(self) -> Any:
+        """Types of the arguments, as the pytree (args, kwargs)."""
+        return jax.tree.unflatten(self.in_tree, self._lowered._types.avals)
 
     @property
     def input_shardings(self) -> Any:
@@ -370,7 +375,7 @@ class Compiled:
         return self._backend.text()
 
     def explain(self) -> ProgramReport | str:
-        """What became of the function, to be printed: `rich.print` shows it as tables."""
+        """What became of the function, to be printed; of plain JAX a text that says why it is."""
         return self._lowered.explain()
 
     def cost_analysis(self) -> Any:

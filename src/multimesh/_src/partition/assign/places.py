@@ -45,6 +45,7 @@ def assign_places(
     seeded: Mapping[int, int],
     arguments: Mapping[Var, int],
     results: Mapping[int, int],
+    successors: Mapping[int, Var],
     default: int,
 ) -> dict[int, int]:
     """Gives every equation a submesh.
@@ -55,6 +56,7 @@ def assign_places(
         seeded: Submesh of each seed, by serial.
         arguments: Submesh of each argument that the caller placed.
         results: Submesh of each result position that `out_shardings` places.
+        successors: The argument that a result succeeds, by position of the result.
         default: The submesh of what nothing else decides.
 
     Returns:
@@ -78,6 +80,7 @@ def assign_places(
                 break
         if not weak:
             _vote_for_arguments(program, table)
+    _place_successors(program, successors, table)
     everything = [equation for region in regions for equation in region]
     return {eq.serial: table.place.get(eq.serial, default) for eq in everything}
 
@@ -244,6 +247,15 @@ def _from_users(equation: Equation, table: _Table) -> int | None:
     else:
         places = (place for var in equation.outputs for place in _user_places(var, table))
     return next(iter(places), None)
+
+
+def _place_successors(program: FlatProgram, successors: Mapping[int, Var], table: _Table) -> None:
+    """A result that nothing else places is made where the argument lives that it succeeds."""
+    for position, argument in successors.items():
+        var = program.results[position]
+        maker = None if isinstance(var, Lit) else table.made_by.get(var)
+        if maker is not None and maker.serial not in table.place:
+            _settle(maker, table.var_place.get(argument), table)
 
 
 def _vote_for_arguments(program: FlatProgram, table: _Table) -> None:

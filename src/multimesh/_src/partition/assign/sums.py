@@ -75,6 +75,38 @@ def regroup_sums(
     return replace(program, avals=context.avals, steps=steps), context.place
 
 
+@dataclass(frozen=True, slots=True)
+class Accumulation:
+    """What a loop adds up: the serials of its additions, and the terms made in the loop."""
+
+    additions: tuple[int, ...]
+    terms: tuple[Var, ...]
+
+
+def find_accumulations(
+    program: FlatProgram, seeded: Mapping[int, int], cloned: Cloned
+) -> tuple[Accumulation, ...]:
+    """Finds the sums whose terms never cross in a loop: each submesh has an accumulator."""
+    context = _Context(dict(program.avals), {}, {}, seeded, cloned, 0)
+    _count_uses(program.steps, program.results, context)
+    found: list[Accumulation] = []
+
+    def visit(steps: tuple[Step, ...]) -> None:
+        for loop in (step for step in steps if isinstance(step, Loop)):
+            visit(loop.body)
+            made_by = {v: s for s in loop.body if isinstance(s, Equation) for v in s.outputs}
+            for carry in loop.carries:
+                accumulation = _accumulation(carry, made_by, context)
+                if accumulation is not None:
+                    root, terms, inner = accumulation
+                    made = tuple(v for v in terms if not isinstance(v, Lit) and v in made_by)
+                    additions = (root.serial, *(equation.serial for equation in inner))
+                    found.append(Accumulation(additions, made))
+
+    visit(program.steps)
+    return tuple(found)
+
+
 def _count_uses(steps: tuple[Step, ...], results: tuple[Operand, ...], context: _Context) -> None:
     for operand in results:
         if not isinstance(operand, Lit):
@@ -244,13 +276,10 @@ def _split_accumulator(
     totals: list[Equation],
     context: _Context,
 ) -> list[Carry]:
-    root = None if isinstance(carry.next, Lit) else made_by.get(carry.next)
-    if root is None or not _is_sum(root, context) or _num_uses(root, context) != 2:
+    accumulation = _accumulation(carry, made_by, context)
+    if accumulation is None:
         return [carry]
-    terms, inner = _terms(root, made_by, context)
-    if terms.count(carry.inside) != 1 or context.uses.get(carry.inside) != 1:
-        return [carry]
-    terms.remove(carry.inside)
+    root, terms, inner = accumulation
     groups = _by_place(terms, context)
     if not groups or (len(groups) == 1 and carry.inside in root.inputs):
         return [carry]
@@ -278,6 +307,20 @@ def _split_accumulator(
     return carries
 
 
+def _accumulation(
+    carry: Carry, made_by: Mapping[Var, Equation], context: _Context
+) -> tuple[Equation, list[Operand], list[Equation]] | None:
+    """The addition behind an accumulator, what it adds to it, and the additions among that."""
+    root = None if isinstance(carry.next, Lit) else made_by.get(carry.next)
+    if root is None or not _is_sum(root, context) or _num_uses(root, context) != 2:
+        return None
+    terms, inner = _terms(root, made_by, context)
+    if terms.count(carry.inside) != 1 or context.uses.get(carry.inside) != 1:
+        return None
+    terms.remove(carry.inside)
+    return root, terms, inner
+
+
 def _zeros(like: Equation, place: int, zeros: list[Equation], context: _Context) -> Operand:
     aval = _aval(like, context)
     if aval.ndim == 0:
@@ -286,7 +329,16 @@ def _zeros(like: Equation, place: int, zeros: list[Equation], context: _Context)
     eqn: Any = jaxprs.open_jaxpr(closed).eqns[0]
     var = context.new_var(aval)
     inputs = tuple(Lit(atom.val, atom.aval) for atom in eqn.invars)
-    equation = Equation(context.serial(), eqn, inputs, (var,), like.scope, like.guards)
+    equation = Equation(
+        context.serial(),
+        eqn,
+        inputs,
+        (var,),
+        like.scope,
+        guards=like.guards,
+        callers=(like.eqn, *like.callers),
+        emitted=True,
+    )
     context.place[equation.serial] = place
     zeros.append(equation)
     return var

@@ -7,8 +7,8 @@ is further told apart by how many hops between submeshes still lie ahead of it: 
 submeshes wait for never shares a task with the update that needs it.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from multimesh._src.frontend.matching import Match
 from multimesh._src.ir.flat import Equation, Loop
@@ -47,30 +47,16 @@ def group_equations(
     """
     backward = backward_phase(region)
     hops = [0] * len(region.steps) if in_loop else _hops_ahead(region, place)
-    groups: dict[int, Group] = {}
+    grouper = _Grouper(region, place, backward, hops, backward_name)
     for position, step in enumerate(region.steps):
-        if isinstance(step, Loop):
-            continue
-        match = seed.get(step.serial)
-        here = place[step.serial]
-        if match is not None:
-            phase = backward[position]
-            groups[position] = Group(
-                match.name,
-                max(step.scope.transposes, phase),
-                here,
-                phase,
-                stage=match.stage,
-                suffixes=match.task.split_backprop or ("", ""),
-                pairs=match.pairs,
-            )
-            continue
-        joined = _latest_operand(position, region, groups, here, backward[position])
-        if joined is not None:
-            late = backward[position] and step.scope.transposes == 0
-            groups[position] = replace(joined, hops=hops[position] if late else joined.hops)
-    _join_users(region, place, groups, backward, hops, backward_name)
-    return groups
+        if isinstance(step, Equation):
+            match = seed.get(step.serial)
+            if match is not None:
+                grouper.seed(position, step, match)
+            else:
+                grouper.join_operand(position)
+    grouper.join_others()
+    return grouper.groups
 
 
 def backward_phase(region: Region) -> list[bool]:
@@ -98,51 +84,78 @@ def _place_of(region: Region, position: int, place: Mapping[int, int]) -> int:
     return -2 if isinstance(step, Loop) else place[step.serial]
 
 
-def _latest_operand(
-    position: int, region: Region, groups: Mapping[int, Group], here: int, backward: bool
-) -> Group | None:
-    for operand in sorted(region.operands[position], reverse=True):
-        group = groups.get(operand)
-        if group is not None and group.submesh == here and group.backward == backward:
-            return group
-    return None
+@dataclass(frozen=True, slots=True)
+class _Grouper:
+    """The groups of a region in the making, by position."""
 
+    region: Region
+    place: Mapping[int, int]
+    backward: Sequence[bool]
+    hops: Sequence[int]
+    backward_name: Callable[[str], str]
+    groups: dict[int, Group] = field(default_factory=dict[int, Group])
 
-def _join_users(
-    region: Region,
-    place: Mapping[int, int],
-    groups: dict[int, Group],
-    backward: list[bool],
-    hops: list[int],
-    backward_name: Callable[[str], str],
-) -> None:
-    """Groups what has no operand to join: by its first user, else by name, from the end upward."""
-    for position in reversed(range(len(region.steps))):
-        step = region.steps[position]
-        if isinstance(step, Loop) or position in groups:
-            continue
-        here, phase = place[step.serial], backward[position]
-        users = [groups[user] for user in sorted(region.users[position]) if user in groups]
-        users = [group for group in users if group.submesh == here and group.backward == phase]
-        if users:
-            groups[position] = replace(users[0], hops=max(users[0].hops, hops[position]))
-            continue
-        groups[position] = _fallback(
-            position, region, groups, here, phase, hops[position], backward_name
+    def seed(self, position: int, step: Equation, match: Match) -> None:
+        """Gives a seed the group of its match."""
+        phase = self.backward[position]
+        self.groups[position] = Group(
+            match.name,
+            max(step.scope.transposes, phase),
+            self.place[step.serial],
+            phase,
+            stage=match.stage,
+            suffixes=match.task.split_backprop or ("", ""),
+            pairs=match.pairs,
         )
 
+    def join_operand(self, position: int) -> bool:
+        """Puts an equation in the group of its operand that is made last, if there is one."""
+        step = self.region.steps[position]
+        for operand in sorted(self.region.operands[position], reverse=True):
+            group = self.groups.get(operand)
+            if group is not None and self._fits(group, position):
+                late = group.backward and isinstance(step, Equation) and not step.scope.transposes
+                hops = self.hops[position] if late else group.hops
+                self.groups[position] = replace(group, hops=hops)
+                return True
+        return False
 
-def _fallback(
-    position: int,
-    region: Region,
-    groups: Mapping[int, Group],
-    here: int,
-    phase: bool,
-    hops: int,
-    backward_name: Callable[[str], str],
-) -> Group:
-    for operand in sorted(region.operands[position], reverse=True):
-        group = groups.get(operand)
-        if group is not None and group.submesh == here and phase and not group.backward:
-            return replace(group, name=backward_name(group.name), transposes=1, backward=True)
-    return Group("main", int(phase), here, phase, hops)
+    def join_user(self, position: int) -> bool:
+        """Puts an equation in the group of its first user, if there is one."""
+        for user in sorted(self.region.users[position]):
+            group = self.groups.get(user)
+            if group is not None and self._fits(group, position):
+                hops = max(group.hops, self.hops[position])
+                self.groups[position] = replace(group, hops=hops)
+                return True
+        return False
+
+    def join_others(self) -> None:
+        """Groups what has no operand to join: by users, then by operands that joined users."""
+        steps = enumerate(self.region.steps)
+        rest = [p for p, step in steps if isinstance(step, Equation) and p not in self.groups]
+        joined = True
+        while joined:
+            left = [p for p in reversed(rest) if not self.join_user(p)]
+            left = [p for p in reversed(left) if not self.join_operand(p)]
+            joined = len(left) < len(rest)
+            rest = left
+        for position in reversed(rest):  # from the end upward, so that users come first
+            if not self.join_user(position):
+                self.groups[position] = self._by_name(position)
+
+    def _by_name(self, position: int) -> Group:
+        here, phase = self._place(position), self.backward[position]
+        for operand in sorted(self.region.operands[position], reverse=True):
+            group = self.groups.get(operand)
+            if group is not None and group.submesh == here and phase and not group.backward:
+                name = self.backward_name(group.name)
+                return replace(group, name=name, transposes=1, backward=True)
+        return Group("main", int(phase), here, phase, self.hops[position])
+
+    def _fits(self, group: Group, position: int) -> bool:
+        same_phase = group.backward == self.backward[position]
+        return same_phase and group.submesh == self._place(position)
+
+    def _place(self, position: int) -> int:
+        return _place_of(self.region, position, self.place)

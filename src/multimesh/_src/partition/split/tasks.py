@@ -15,7 +15,6 @@ from multimesh._src.ir.body import make_body
 from multimesh._src.ir.flat import Equation, FlatProgram, Lit, Loop, Operand, Step, Var
 from multimesh._src.ir.program import Kind, LoopNode, ProgramStep, TaskNode
 from multimesh._src.ir.submesh import Submesh
-from multimesh._src.jax_compat import name_stack
 from multimesh._src.partition.constraints import resolve_constraints
 from multimesh._src.partition.split.acyclic import split_acyclic
 from multimesh._src.partition.split.groups import Group, group_equations
@@ -24,7 +23,10 @@ from multimesh._src.partition.split.regions import Flow, Region, region_of
 
 @dataclass(slots=True)
 class Splitter:
-    """Numbers tasks and loops while the regions of a program are split."""
+    """Numbers tasks and loops while the regions of a program are split.
+
+    `task_of` gives the task of each placed equation by serial, `clones` the tasks that clone one.
+    """
 
     program: FlatProgram
     flow: Flow
@@ -35,6 +37,8 @@ class Splitter:
     stages: dict[int, int | None] = field(default_factory=dict)
     reads: dict[Var, set[int]] = field(default_factory=dict)  # tasks and loops that import it
     num_nodes: int = 0
+    task_of: dict[int, int] = field(default_factory=dict)
+    clones: dict[int, list[int]] = field(default_factory=dict)
 
     def split(self) -> tuple[ProgramStep, ...]:
         """Returns the program's tasks and loops in dataflow order."""
@@ -99,6 +103,7 @@ class Splitter:
             if var in self.flow.kept or self.reads.get(var, set()) - {piece.number}
         )
         equations, inputs = self._with_clones(piece.equations)
+        self._note_equations(piece, equations)
         kind: Kind = "BW" if group.backward else "F"
         if not piece.in_loop and self._has_loops():
             kind = "-"
@@ -112,9 +117,17 @@ class Splitter:
             body=self._body(group, equations, inputs, outputs),
             inputs=inputs,
             outputs=outputs,
-            origin=name_stack.source_line(piece.equations[0].eqn),
+            origin=next(filter(None, (equation.line for equation in piece.equations)), ""),
             suffixes=group.suffixes,
         )
+
+    def _note_equations(self, piece: "_Piece", equations: Sequence[Equation]) -> None:
+        own = {equation.serial for equation in piece.equations}
+        for equation in equations:
+            if equation.serial in own:
+                self.task_of[equation.serial] = piece.number
+            else:
+                self.clones.setdefault(equation.serial, []).append(piece.number)
 
     def _body(
         self,

@@ -1,0 +1,344 @@
+"""Moves groups of equations without a seed to where fewer bytes cross.
+
+    with layer0: x = tanh(x @ w0)                 x@0
+    h = x - mean(x) ; n = h * rsqrt(var(h))       placed one by one, next to their operands:    @0
+    with layer1: x = x + n @ w1                   x and n cross, residuals of the backward too
+                                        ->        the whole group @1: only x and its gradient cross
+
+`places` decides one equation after the other, with the bytes known by then. Here the places so far
+are improved: for two submeshes at a time, the equations of a connected group that lie on either
+are spread anew over the two, by a minimum cut. A value costs its bytes once per submesh that it is
+sent to. What comes from outside the region (arguments, loop constants) only breaks ties, and no
+change may make a chain of changes of submesh longer: stages stay where they are.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from multimesh._src.ir.flat import Equation, FlatProgram, Lit, Loop, Step, Var
+from multimesh._src.partition.assign.cloned import Cloned
+from multimesh._src.partition.assign.mincut import SINK, SOURCE, FlowGraph
+from multimesh._src.partition.assign.sums import Accumulation, find_accumulations
+from multimesh._src.partition.prune import has_effect
+from multimesh._src.partition.split.regions import Flow, analyze_flow
+
+
+@dataclass(slots=True)
+class _Value:
+    """A variable and who makes and reads it, as serials; places that are no equations are fixed.
+
+    `home` is the place of a value that no equation of the region makes, if it has one.
+    """
+
+    bytes: int
+    made_here: bool
+    maker: int | None = None
+    home: int | None = None
+    readers: dict[int, None] = field(default_factory=dict[int, None])
+    wanted: tuple[int, ...] = ()
+    is_scalar: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Region:
+    """The outer program or a loop body: what may move, and the values between equations.
+
+    `order` has, per anchored equation, the values that it reads; `at` the places of everything.
+    """
+
+    free: frozenset[int]
+    values: tuple[_Value, ...]
+    order: tuple[tuple[int, tuple[int, ...]], ...]  # serial, serials that it reads from
+
+
+def settle_glue(
+    program: FlatProgram,
+    cloned: Cloned,
+    seeded: Mapping[int, int],
+    place: Mapping[int, int],
+    arguments: Mapping[Var, int],
+    results: Mapping[int, int],
+) -> dict[int, int]:
+    """Returns the places with groups of unseeded equations moved where that saves bytes.
+
+    Args:
+        program: The flat program.
+        cloned: Equations that each task makes for itself.
+        seeded: Equations that stay where they are, by serial.
+        place: Submesh of each equation, by serial.
+        arguments: Submesh of each argument that the caller placed.
+        results: Submesh of each result position that `out_shardings` places.
+    """
+    found = dict(place)
+    flow = analyze_flow(program, cloned)
+    wanted: dict[Var, tuple[int, ...]] = {}
+    for position, submesh in results.items():
+        var = program.results[position]
+        if not isinstance(var, Lit):
+            wanted[var] = (*wanted.get(var, ()), submesh)
+    accumulations = find_accumulations(program, seeded, cloned)
+    additions = frozenset(serial for sum_ in accumulations for serial in sum_.additions)
+    for loop, steps in _regions(program.steps):
+        builder = _Builder(program.avals, flow, cloned, seeded, arguments, wanted, additions)
+        region = builder.build(loop, steps)
+        for group in _groups(region, found):
+            _settle(region, group, found)
+        _follow_terms(accumulations, builder.made_by, found)
+    return found
+
+
+def _follow_terms(
+    accumulations: Sequence[Accumulation], made_by: Mapping[Var, int], place: dict[int, int]
+) -> None:
+    """Additions to an accumulator follow their terms."""
+    for accumulation in accumulations:
+        there = [place[made_by[term]] for term in accumulation.terms if term in made_by]
+        for serial in accumulation.additions:
+            if there and place[serial] not in there:
+                place[serial] = there[-1]
+
+
+def _regions(steps: tuple[Step, ...]) -> Iterator[tuple[Loop | None, tuple[Step, ...]]]:
+    """Loops from the inside, then the program: what is around a loop follows it."""
+
+    def loops(steps: tuple[Step, ...]) -> Iterator[tuple[Loop | None, tuple[Step, ...]]]:
+        for step in steps:
+            if isinstance(step, Loop):
+                yield from loops(step.body)
+                yield step, step.body
+
+    yield from loops(steps)
+    yield None, steps
+
+
+# --- what a region holds --------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Builder:
+    """Collects the values of one region."""
+
+    avals: Mapping[Var, Any]
+    flow: Flow
+    cloned: Cloned
+    seeded: Mapping[int, int]
+    arguments: Mapping[Var, int]
+    wanted: Mapping[Var, tuple[int, ...]]
+    additions: frozenset[int]  # to accumulators: each submesh has its own, so terms are not sent
+    values: dict[Var, _Value] = field(default_factory=dict[Var, _Value])
+    made_by: dict[Var, int] = field(default_factory=dict[Var, int])
+    hidden: set[Var] = field(default_factory=set[Var])  # of loops inside, seen only by them
+
+    def build(self, loop: Loop | None, steps: tuple[Step, ...]) -> _Region:
+        """Reads all steps of the region, loops inside it included."""
+        self._note_makers(steps)
+        if loop is not None:
+            self.hidden.add(loop.index)
+            for carry in loop.carries:
+                if not isinstance(carry.next, Lit) and carry.next in self.made_by:
+                    self.made_by[carry.inside] = self.made_by[carry.next]
+        free: set[int] = set()
+        order: list[tuple[int, tuple[int, ...]]] = []
+        for step, is_inside in _anchored(steps, self.flow, inside=False):
+            if step.serial in self.additions:
+                continue
+            read = [var for var in self.flow.imports(step) if var not in self.hidden]
+            for var in read:
+                self._value(var).readers[step.serial] = None
+            if not is_inside and self._may_move(step):
+                free.add(step.serial)
+            makers = (self.made_by[var] for var in read if var in self.made_by)
+            order.append((step.serial, tuple(dict.fromkeys(makers))))
+        for var in self.wanted if loop is None else ():
+            if var in self.made_by:
+                self._value(var).wanted = self.wanted[var]
+        return _Region(frozenset(free), tuple(self.values.values()), tuple(order))
+
+    def _may_move(self, step: Equation) -> bool:
+        if step.serial in self.seeded or step.serial in self.cloned:
+            return False
+        return bool(step.outputs) and not has_effect(step)
+
+    def _note_makers(self, steps: tuple[Step, ...]) -> None:
+        for step in steps:
+            if not isinstance(step, Loop):
+                self.made_by.update(dict.fromkeys(step.outputs, step.serial))
+                continue
+            self.hidden.add(step.index)
+            inner = _Builder(self.avals, self.flow, self.cloned, self.seeded, {}, {}, frozenset())
+            inner._note_makers(step.body)
+            self.hidden |= {*inner.hidden, *inner.made_by}
+            for carry in step.carries:
+                self.hidden.add(carry.inside)
+                if not isinstance(carry.next, Lit) and carry.next in inner.made_by:
+                    self.made_by[carry.result] = inner.made_by[carry.next]
+
+    def _value(self, var: Var) -> _Value:
+        if var not in self.values:
+            aval, maker = self.avals[var], self.made_by.get(var)
+            small = maker is None and var in self.cloned.variables  # is everywhere
+            size = 0 if small else aval.size * aval.dtype.itemsize
+            scalar = aval.ndim == 0
+            home = self.arguments.get(var)
+            value = _Value(size, maker is not None, maker, home, is_scalar=scalar)
+            self.values[var] = value
+        return self.values[var]
+
+
+def _anchored(
+    steps: tuple[Step, ...], flow: Flow, *, inside: bool
+) -> Iterator[tuple[Equation, bool]]:
+    """Equations that belong to tasks, and whether they lie in a loop inside the region."""
+    for step in steps:
+        if isinstance(step, Loop):
+            yield from _anchored(step.body, flow, inside=True)
+        elif step.serial in flow.anchored:
+            yield step, inside
+
+
+def _groups(region: _Region, place: Mapping[int, int]) -> Iterator[list[int]]:
+    """Free equations that arrays connect, in groups that something crosses into, out of or in."""
+    parent = {serial: serial for serial in sorted(region.free)}
+
+    def root(serial: int) -> int:
+        while parent[serial] != serial:
+            parent[serial] = parent[parent[serial]]
+            serial = parent[serial]
+        return serial
+
+    crossed: set[int] = set()
+    for value in region.values:
+        if not value.made_here or value.is_scalar:
+            continue
+        ends = [value.maker, *value.readers] if value.maker is not None else [*value.readers]
+        free = [serial for serial in ends if serial in region.free]
+        for serial in free[1:]:
+            one, other = sorted((root(free[0]), root(serial)))
+            parent[other] = one
+        if free and len({*(place[serial] for serial in ends), *value.wanted}) > 1:
+            crossed.add(free[0])
+    wanted = {root(serial) for serial in crossed}
+    groups: dict[int, list[int]] = {}
+    for serial in parent:
+        if root(serial) in wanted:
+            groups.setdefault(root(serial), []).append(serial)
+    yield from groups.values()
+
+
+# --- two submeshes at a time ----------------------------------------------------------------------
+
+
+def _settle(region: _Region, group: Sequence[int], place: dict[int, int]) -> None:
+    """Spreads a group anew over pairs of submeshes until no pair saves bytes."""
+    members = frozenset(group)
+    values = [
+        value
+        for value in region.values
+        if value.maker in members or not members.isdisjoint(value.readers)
+    ]
+    depth = _depth(region, place)
+    again = True
+    while again:
+        again = False
+        for pair in _pairs(values, members, place):
+            moved = _spread(values, group, place, pair)
+            new = place | moved
+            saves = moved and _crossing(values, new) < _crossing(values, place)
+            if saves and _depth(region, new) <= depth:
+                place.update(moved)
+                again = True
+
+
+def _pairs(
+    values: Sequence[_Value], members: frozenset[int], place: Mapping[int, int]
+) -> list[tuple[int, int]]:
+    """Pairs of submeshes between which something crosses that a member makes or reads."""
+    pairs: dict[tuple[int, int], None] = {}
+    for value in values:
+        if value.maker is None:
+            continue
+        here = place[value.maker]
+        for there in (*(place[serial] for serial in value.readers), *value.wanted):
+            if there != here:
+                pairs[min(here, there), max(here, there)] = None
+    held = {place[serial] for serial in members}
+    return [pair for pair in sorted(pairs) if held.intersection(pair)]
+
+
+def _crossing(values: Sequence[_Value], place: Mapping[int, int]) -> int:
+    """Bytes of made values that are sent, once per submesh."""
+    total = 0
+    for value in values:
+        if value.maker is not None:
+            there = {*(place[serial] for serial in value.readers), *value.wanted}
+            total += value.bytes * len(there - {place[value.maker]})
+    return total
+
+
+def _depth(region: _Region, place: Mapping[int, int]) -> int:
+    """The most changes of submesh on any path through the region."""
+    depth: dict[int, int] = {}
+    for serial, operands in region.order:
+        here = place[serial]
+        steps = (depth[o] + (place[o] != here) for o in operands if o in depth)
+        depth[serial] = max(steps, default=0)
+    return max(depth.values(), default=0)
+
+
+def _spread(
+    values: Sequence[_Value], group: Sequence[int], place: Mapping[int, int], pair: tuple[int, int]
+) -> dict[int, int]:
+    """The equations of the group that change their place in the best spread over two submeshes."""
+    members = [serial for serial in group if place[serial] in pair]
+    outside = sum(value.bytes for value in values if not value.made_here)
+    # first the bytes that cross, then those from outside the region, then the fewest moves
+    weight_outside = len(members) + 1
+    weight_made = weight_outside * (2 * outside + 1)
+    graph = FlowGraph()
+    node = {serial: graph.add_node() for serial in members}
+    for serial, number in node.items():
+        ends = (SOURCE, number) if place[serial] == pair[0] else (number, SINK)
+        graph.add_edge(*ends, 1)
+    for value in values:
+        cost = value.bytes * (weight_made if value.made_here else weight_outside)
+        if cost:
+            _add_value(graph, value, cost, node, place, pair)
+    left = graph.source_side()
+    new = {serial: pair[0] if number in left else pair[1] for serial, number in node.items()}
+    return {serial: there for serial, there in new.items() if there != place[serial]}
+
+
+def _add_value(
+    graph: FlowGraph,
+    value: _Value,
+    cost: int,
+    node: Mapping[int, int],
+    place: Mapping[int, int],
+    pair: tuple[int, int],
+) -> None:
+    """Enters what a value costs: once for each of the two submeshes that it has to be sent to."""
+    fixed = {*(place[serial] for serial in value.readers if serial not in node), *value.wanted}
+    readers = [node[serial] for serial in value.readers if serial in node]
+    maker = None if value.maker is None else node.get(value.maker)
+    home = value.home if value.maker is None else place[value.maker]
+    for this, here, there in ((pair[0], SOURCE, SINK), (pair[1], SINK, SOURCE)):
+        # what has to be sent to `this`: unless it is made there, as soon as one reader is there
+        if maker is None and home == this:
+            continue
+        unless = there if maker is None else maker
+        if this in fixed:
+            if maker is not None:
+                _edge(graph, here, unless, cost, here)
+            continue
+        if readers:
+            needed = graph.add_node()
+            for reader in readers:
+                _edge(graph, reader, needed, None, here)
+            _edge(graph, needed, unless, cost, here)
+
+
+def _edge(graph: FlowGraph, tail: int, head: int, capacity: int | None, side: int) -> None:
+    """An edge that is cut if its tail is on `side` and its head is not."""
+    ends = (tail, head) if side == SOURCE else (head, tail)
+    graph.add_edge(*ends, capacity)

@@ -1,0 +1,233 @@
+"""What `explain()` tells a reader to look at, and what it says of code and registrations."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec as P
+
+from multimesh.jax import MultiMesh, Task, ignore_transforms, microbatch, mjit
+
+W = [np.eye(8, dtype=np.float32)] * 4
+X = np.ones((8, 8), np.float32)
+
+
+def pipeline(num_stages=2, width=1, **given):
+    devices = np.array(jax.devices()[: num_stages * width]).reshape(num_stages, width)
+    multi_mesh = MultiMesh(global_mesh=Mesh(devices, ("stage", "data")))
+    multi_mesh.register_task(
+        r"layer\d",
+        callback=lambda name, _: Task(mesh_slice={"stage": int(name[5:])}),
+    )
+    for matcher, task in given.items():
+        multi_mesh.register_task(matcher, task=task)
+    return multi_mesh
+
+
+def layer(i, x, w):
+    with jax.named_scope(f"layer{i}"):
+        return jnp.tanh(x @ w)
+
+
+def two_layers(params, x):
+    return layer(1, layer(0, x, params[0]), params[1])
+
+
+def explained(multi_mesh, fun, *args, **options):
+    with multi_mesh:
+        report = mjit(fun, **options).lower(*(args or (W, X))).explain()
+    text = str(report)
+    assert max(map(len, text.splitlines())) <= 100
+    return report, text
+
+
+def worth_a_look(text):
+    """The lines of the section, joined."""
+    section = text.split("\n\nWorth a look\n")[1].split("\n\n")[0]
+    return " ".join(section.split())
+
+
+def test_an_idle_slice_is_named():
+    report, text = explained(pipeline(4, 2), two_layers)
+    assert report.idle == ("stage=2 (devices 4-5)", "stage=3 (devices 6-7)")
+    assert "idle: stage=2 (devices 4-5), stage=3 (devices 6-7): no task runs there." in (
+        worth_a_look(text)
+    )
+    assert explained(pipeline(2), two_layers)[0].idle == ()
+
+
+def test_idle_devices_that_are_no_slice():
+    devices = np.array(jax.devices()[:4]).reshape(2, 2)
+    multi_mesh = MultiMesh(global_mesh=Mesh(devices, ("stage", "data")))
+    multi_mesh.register_task("layer0", task=Task(mesh_slice={"stage": 0}))
+    multi_mesh.register_task("layer1", task=Task(mesh_slice={"stage": 1, "data": 0}))
+    assert explained(multi_mesh, two_layers)[0].idle == ("device 3",)
+
+
+def test_an_axis_that_shards_nothing():
+    report, text = explained(pipeline(2, 2), two_layers)
+    assert report.unused_axes == ("data=2",)
+    assert "no value is sharded over `data`" in worth_a_look(text)
+    sharded, _ = explained(pipeline(2, 2), two_layers, in_shardings=([None] * 4, P("data")))
+    assert sharded.unused_axes == ()
+
+
+def test_a_registration_without_a_match():
+    multi_mesh = pipeline(decoder=Task(mesh_slice={"stage": 1}))
+    report, text = explained(multi_mesh, two_layers)
+    first, second = report.registrations
+    assert (first.matched, first.shadowed) == (("layer0", "layer1"), ())
+    assert (second.matched, second.shadowed) == ((), ())
+    assert "`decoder` (test_findings.py:" in worth_a_look(text)
+    assert "matched no scope of this function" in worth_a_look(text)
+
+
+def test_a_registration_that_others_shadow():
+    multi_mesh = pipeline(layer0=Task(mesh_slice={"stage": 1}))
+    report, text = explained(multi_mesh, two_layers)
+    assert report.registrations[1].shadowed == ("layer0",)
+    assert "decides nothing: it touches layer0" in worth_a_look(text)
+
+
+def test_layers_that_no_scope_has():
+    multi_mesh = MultiMesh(axis_sizes=(2,), axis_names=("stage",), devices=jax.devices()[:2])
+    multi_mesh.register_layers(r"layer\d", num_layers=4)
+    report, text = explained(multi_mesh, two_layers)
+    assert report.registrations[0].missing == (2, 3)
+    assert "is registered for layers that no scope has: 2, 3." in worth_a_look(text)
+
+
+def test_the_registrations_of_a_scanned_model():
+    multi_mesh = MultiMesh(axis_sizes=(2,), axis_names=("stage",), devices=jax.devices()[:2])
+    multi_mesh.register_layers("block", num_layers=4, scanned=True)
+
+    def model(params, x):
+        def body(x, w):
+            with jax.named_scope("block"):
+                return jnp.tanh(x @ w), None
+
+        return lax.scan(body, x, params)[0]
+
+    report, _ = explained(multi_mesh, model, np.stack(W), X)
+    (registration,) = report.registrations
+    assert registration.matched == ("block_0", "block_1", "block_2", "block_3")
+    assert registration.missing == ()
+
+
+def test_a_cond_that_is_not_cut():
+    def model(params, x):
+        x = layer(0, x, params[0])
+        stay = lambda: layer(0, x, params[0])  # noqa: E731
+        return lax.cond(x.sum() > 0, stay, lambda: layer(1, x, params[1]))
+
+    report, text = explained(pipeline(), model)
+    if report.whole:
+        (whole,) = report.whole
+        assert (whole.primitive, set(whole.inside)) == ("cond", {"stage=0", "stage=1"})
+        assert "not cut: the `cond` at test_findings.py:" in worth_a_look(text)
+
+
+def test_a_sequential_loop_says_what_is_carried():
+    def model(params, x):
+        return lax.scan(lambda c, _: (two_layers(params, c), None), x, length=3)[0]
+
+    report, text = explained(pipeline(), model)
+    assert report.loops[0].carried == ("float32[8,8]", "layer1", "layer0")
+    assert "float32[8,8] that `layer1` makes in one turn is read by `layer0`" in worth_a_look(text)
+
+
+def test_an_argument_of_a_sequential_loop_lives_where_it_is_read():
+    def model(params, x):
+        return lax.scan(lambda c, _: (two_layers(params, c), None), x, length=3)[0]
+
+    report, _ = explained(pipeline(), model)
+    assert next(a for a in report.arguments if a.name == "x").home == "stage=0"
+    assert not [r for r in report.reshards if r.why == "argument"]
+
+
+def test_a_tied_weight_has_one_owner():
+    def model(params, x):
+        return layer(1, layer(0, x, params[0]), params[0])
+
+    report, text = explained(pipeline(), model)
+    (shared,) = [r for r in report.reshards if r.why == "argument"]
+    assert (shared.value, shared.edge, shared.bytes) == ("params[0]", "stage=0 -> stage=1", 256)
+    assert (shared.made, shared.used.scope) == (None, "layer1")
+    assert "shared: 1 argument used on several submeshes" in worth_a_look(text)
+    assert "`params[0]` (stage=0 -> stage=1)" in worth_a_look(text)
+
+
+def test_why_values_move():
+    def loss(params, x):
+        return two_layers(params, x).sum()
+
+    report, _ = explained(pipeline(), jax.value_and_grad(loss))
+    found = {(r.why, r.made.scope, r.used and r.used.scope) for r in report.reshards}
+    assert ("value", "layer0", "layer1") in found
+    assert ("gradient", "layer1", "layer0") in found
+    assert ("result", "", None) in found
+    assert all(r.made.line.startswith(__file__) for r in report.reshards)
+
+
+def test_code_in_no_scope_is_named_with_its_place():
+    def model(params, x):
+        x = two_layers(params, x)
+        with jax.named_scope("head"):
+            return jnp.clip(x, 0.0, 0.5)
+
+    report, text = explained(pipeline(), model)
+    (code,) = [c for c in report.code if c.submesh]
+    assert (code.scope, code.submesh, code.tasks) == ("head", "stage=1", ("layer1",))
+    line = model.__code__.co_firstlineno + 3
+    assert code.lines == (f"{__file__}:{line}",), "jnp.clip is a jit of JAX's own"
+    assert f"test_findings.py:{line}" in text
+
+
+def test_a_whole_backward_says_why():
+    def loss(params, x):
+        x = layer(0, x, params[0])
+        with jax.named_scope("layer1"):
+            x, _ = lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, jnp.stack(params[1:3]))
+        return x.sum()
+
+    def step(params, x):
+        return microbatch(jax.value_and_grad(loss), 0, 2, argnum=1, schedule="zb-h1")(params, x)
+
+    report, text = explained(pipeline(), step)
+    (whole,) = report.loops[0].whole
+    assert (whole.task, whole.primitive) == ("layer1", "scan")
+    assert whole.line == f"{__file__}:{loss.__code__.co_firstlineno + 3}"
+    assert "the contractions stand inside a scan: `layer1` (test_findings.py:" in worth_a_look(text)
+
+
+def test_nothing_to_look_at():
+    with pipeline():
+        step = mjit(two_layers)
+        arguments = jax.device_put((W[:2], X), step.lower(W[:2], X).compile().input_shardings[0])
+        text = str(step.lower(*arguments).explain())
+    assert "\n  worth a look  nothing\n" in text
+    assert "Worth a look" not in text
+
+
+@pytest.mark.parametrize("staged", ["trace", "lower"])
+def test_plain_jax_says_why(staged):
+    def plain(x):
+        with jax.named_scope("encoder"):
+            return x * 2
+
+    assert "no task is registered" in str(getattr(mjit(plain), staged)(X).explain())
+    with pipeline():
+        with pytest.warns(UserWarning, match="no task matched"):
+            text = str(getattr(mjit(plain), staged)(X).explain())
+        assert "Registered: `layer\\d`. Scopes: `encoder`." in " ".join(text.split())
+        with ignore_transforms():
+            assert "`ignore_transforms` is set" in str(mjit(two_layers).lower(W, X).explain())
+
+
+def test_a_function_cut_by_its_results_says_so():
+    multi_mesh = pipeline()
+    places = [jax.sharding.NamedSharding(multi_mesh.slice(stage=stage), P()) for stage in range(2)]
+    text = mjit(lambda: (jnp.ones(2), jnp.ones(3)), out_shardings=tuple(places)).lower().explain()
+    assert "device 0: 1 of 2 results, from `result[0]` on" in text
+    assert "device 1: 1 of 2 results, from `result[1]` on" in text
