@@ -150,7 +150,7 @@ class Sites:
 
 def _gives_zeros(position: int, branch: Any) -> bool:
     jaxpr = jaxprs.open_jaxpr(branch)
-    result = jaxpr.outvars[position]
+    result: Any = jaxpr.outvars[position]
     if not jaxprs.is_literal(result):
         makers = (eqn for eqn in jaxpr.eqns if result in eqn.outvars)
         filled = (eqn.invars[0] for eqn in makers if eqn.primitive.name == "broadcast_in_dim")
