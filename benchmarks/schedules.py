@@ -40,7 +40,7 @@ from multimesh.jax import MultiMesh, Task, microbatch, mjit, schedules  # noqa: 
 
 NUM_RANKS = 8
 NUM_MICROBATCHES = 32
-WIDTH = 2
+WIDTH = 8  # above the size up to which arrays live everywhere and what reads them is cloned
 IN_FLIGHT = 32
 # schedule: stages a rank, and where they lie
 SCHEDULES = {

@@ -6,6 +6,9 @@ pipeline it stands in `make_multi_mesh`. Run it with
     python examples/train_gpt.py --schedule 1f1b
     python examples/train_gpt.py --stages 4 --data 1 --model 2 --untied --dropout 0.1
 
+`--timeline step.json` measures the trained step: tables of who waits and why, a drawing, and a
+trace for https://ui.perfetto.dev (`step.png` draws an image instead).
+
 `--check` also runs the same function by plain `jax.jit`: the first steps are compared array by
 array (see `tests/oracle.py`), afterwards the losses.
 """
@@ -26,7 +29,7 @@ from jax.sharding import AxisType  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.progress import Progress, TextColumn  # noqa: E402
 
-from multimesh.jax import MultiMesh, Task, microbatch, mjit  # noqa: E402
+from multimesh.jax import MultiMesh, Task, debug, microbatch, mjit  # noqa: E402
 from multimesh.jax.schedules import grid  # noqa: E402
 
 NUM_MICROBATCHES = 8
@@ -124,6 +127,15 @@ def train(step, state, text, args, check, console):
     return state, losses
 
 
+def show_timeline(step, state, batch, path, console):
+    """Measures the step and shows where its time goes; also writes it to a file."""
+    timeline = debug.measure(step, state, batch)
+    console.print(timeline)
+    console.print(timeline.grid(width=console.width, color=False), highlight=False)
+    (timeline.plot if path.endswith(".png") else timeline.save)(path)
+    console.print(f"timeline written to {path}")
+
+
 def generate_text(generate, config, params, prompt):
     """Continues the prompt up to the whole context, in several samples."""
     prompt = np.tile(np.frombuffer(prompt, np.uint8).astype(np.int32), (NUM_SAMPLES, 1))
@@ -166,6 +178,8 @@ def run(args, console):
     lowered = step.lower(state, batch)
     print_program(console, lowered.program)
     console.print(grid(lowered.schedule, width=console.width, color=False), highlight=False)
+    if args.timeline:
+        show_timeline(step, state, batch, args.timeline, console)
     held_out = [text.batch(args.batch, args.context, held_out=True) for _ in range(8)]
     loss = np.mean([float(evaluate(state["params"], batch)) for batch in held_out])
     prompt = PROMPT[: args.context // 2]
@@ -195,6 +209,7 @@ def parse_args():
     parser.add_argument("--untied", action="store_false", dest="tied", help="logits of their own")
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--bf16", action="store_true", help="bfloat16 products, float32 sums")
+    parser.add_argument("--timeline", metavar="FILE", help="measure the step; .json or .png")
     parser.add_argument("--check", action="store_true", help="compare with plain jax.jit")
     return parser.parse_args()
 

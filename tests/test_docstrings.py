@@ -14,6 +14,8 @@ MODULES = (
     "frontend.tasks",
     "integrations.checkpoint",
     "integrations.wanted",
+    "runtime.counters",
+    "staging.measuring",
 )
 
 

@@ -1,5 +1,6 @@
 """The GPT trains, is compared with plain JAX, is evaluated and writes text."""
 
+import json
 import re
 
 import pytest
@@ -31,3 +32,13 @@ def test_gpt_trains_as_plain_jax_does(flags: str) -> None:
     assert text.count("import o") == 2, "both samples begin with the prompt"
     losses = dict(re.findall(r"(held-out files|last 10 losses) +(\d\.\d+)", text))
     assert all(3.5 < float(loss) < 6.5 for loss in losses.values()) and len(losses) == 2
+
+
+@pytest.mark.slow
+def test_gpt_shows_a_timeline(tmp_path) -> None:
+    path = tmp_path / "step.json"
+    text = run("examples/train_gpt.py", *SMALL, "--timeline", str(path))
+    for part in ("train_step: 5 calls of", "Submeshes (shares of", "Loop of `1f1b`", "What to"):
+        assert part in text
+    assert "block_0#2" in text, "the backward of a block"
+    assert {"ph", "ts", "dur"} <= json.loads(path.read_text())["traceEvents"][0].keys()

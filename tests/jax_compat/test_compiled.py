@@ -8,7 +8,12 @@ import numpy as np
 import pytest
 
 from multimesh._src.jax_compat import compiled
-from multimesh._src.jax_compat.compiled import flat_call, layout_getter, local_settings
+from multimesh._src.jax_compat.compiled import (
+    flat_call,
+    layout_getter,
+    local_settings,
+    watched_call,
+)
 
 
 def _program(function: Any, *args: Any) -> tuple[Any, list[Any]]:
@@ -24,6 +29,44 @@ def test_plain_programs_are_called_directly() -> None:
     (result,) = call((x, x))
     np.testing.assert_array_equal(result, x + 1)
     assert result.sharding == program.output_shardings[0]
+
+
+def test_a_watched_call_says_when_the_program_has_run() -> None:
+    x = jnp.arange(4.0)
+    program = jax.jit(lambda x: [x + 1], donate_argnums=0).lower(x).compile()
+    call = watched_call(program, [x.dtype])
+    assert call is not None
+    waits, made = [], [x]
+    for _ in range(3):
+        made, wait = call(made)  # each takes over the results of the one before
+        waits.append(wait)
+    assert x.is_deleted()
+    for wait in waits:
+        wait()
+    np.testing.assert_array_equal(made[0], np.arange(4.0) + 3)
+
+
+def test_a_watched_call_with_keys() -> None:
+    key = jax.random.key(3)
+    program, dtypes = _program(lambda key: [jax.random.split(key)], key)
+    call = watched_call(program, dtypes)
+    assert call is not None
+    (keys,), wait = call((key,))
+    wait()
+    assert jnp.array_equal(jax.random.key_data(keys), jax.random.key_data(jax.random.split(key)))
+
+
+def test_no_token_no_watched_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    program, dtypes = _program(lambda x: [x + 1], jnp.float32(1))
+    monkeypatch.setattr(compiled.private, "ALLOWED", False)
+    assert watched_call(program, dtypes) is None
+
+    def function(x: jax.Array) -> list[jax.Array]:
+        jax.debug.callback(lambda x: None, x)
+        return [x]
+
+    monkeypatch.undo()
+    assert watched_call(*_program(function, jnp.float32(2))) is None
 
 
 def test_typed_keys() -> None:

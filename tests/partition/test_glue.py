@@ -9,6 +9,7 @@ from jax import lax
 
 from multimesh._src.partition.assign.glue import settle_glue
 from multimesh._src.partition.assign.prepared import clone_preparations
+from multimesh._src.partition.split.regions import analyze_flow
 from tests.partition.programs import Assigned, assigned, named, zeros
 from tests.programs.plainly import layer, pipeline
 
@@ -17,13 +18,15 @@ LIMIT = 1 << 20
 
 
 def settled(found: Assigned) -> Assigned:
-    place = settle_glue(found.flat, found.cloned, found.seeded, found.place, {}, {})
+    flow = analyze_flow(found.flat, found.cloned)
+    place = settle_glue(found.flat, flow, found.seeded, found.place, {}, {})
     return replace(found, place=place)
 
 
 def prepared(found: Assigned, max_cost: int = LIMIT) -> set[str]:
     """The primitives that are cloned because they prepare a microbatch."""
-    new = clone_preparations(found.flat, found.cloned, found.seeded, found.place, max_cost)
+    flow = analyze_flow(found.flat, found.cloned)
+    new = clone_preparations(found.flat, flow, found.seeded, found.place, max_cost)
     serials = new.floating - found.cloned.floating
     equations = (eq for name in ("sin", "cos", "exp") for eq in named(found.flat.steps, name))
     return {eq.primitive for eq in equations if eq.serial in serials}

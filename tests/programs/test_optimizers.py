@@ -43,10 +43,12 @@ TRAINED = (
 # Plain `jax.jit` itself is too far from exact arithmetic to judge by (R1): ours is as near as it.
 ILL_CONDITIONED = {
     "scale_by_zoom_linesearch": "reports how far a sum is off that should be zero",
+    "scale_by_lbfgs": "divides by products of differences that are small",
     "scale_by_distance_over_gradients": "divides by a distance that is zero at first",
     "contrib.galore": "projects on singular vectors of equal values",
     "contrib.mechanize": "divides by a learning rate of 1e-6",
     "contrib.prodigy": "sums products that cancel at first",
+    "contrib.scale_by_cocob": "sums products that cancel at first",
     "contrib.scale_by_galore": "projects on singular vectors of equal values",
 }
 

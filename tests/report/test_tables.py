@@ -3,7 +3,16 @@
 import pytest
 
 from multimesh._src.report.labels import unique_labels
-from multimesh._src.report.tables import Table, amount, common_names, count, merge_rows, shorten
+from multimesh._src.report.tables import (
+    Table,
+    amount,
+    common_names,
+    count,
+    duration,
+    merge_rows,
+    share,
+    shorten,
+)
 
 
 @pytest.mark.parametrize(
@@ -13,6 +22,20 @@ from multimesh._src.report.tables import Table, amount, common_names, count, mer
 )  # fmt: skip
 def test_amount(number, text):
     assert amount(number, "B") == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.0, "0"), (1e-9, "0"), (1.5e-6, "1.50 us"), (41.2e-3, "41.2 ms"), (310e-6, "310 us"),
+     (0.9996e-3, "1.00 ms"), (0.99949e-3, "999 us"), (1.25, "1.25 s"), (75.0, "75.0 s"),
+     (-2e-3, "-2.00 ms")],
+)  # fmt: skip
+def test_duration(seconds, text):
+    assert duration(seconds) == text
+
+
+def test_share():
+    assert (share(1, 3), share(-1e-9, 3), share(1, 0)) == ("33.3 %", "0.0 %", "-")
 
 
 @pytest.mark.parametrize(

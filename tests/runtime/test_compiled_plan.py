@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 
 from multimesh._src.errors import ExecutionError, NonFiniteError
-from multimesh._src.runtime import compiled_plan, counters
+from multimesh._src.runtime import counters, prepared
 from multimesh._src.runtime.compiled_plan import CompiledPlan, compile_plan
 from tests.runtime.plans import P, PlanBuilder, accumulation, submesh
 
@@ -98,7 +98,7 @@ def test_donated_arguments_that_xla_cannot_use_are_deleted() -> None:
 def test_values_are_freed_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     alive: list[weakref.ref[jax.Array]] = []
     most = 0
-    original = compiled_plan.prepare_steps
+    original = prepared.prepare_steps
 
     def watched(buffered: Any, calls: Any, orders: Any) -> Any:
         return original(buffered, [_watch(call) for call in calls], orders)
@@ -113,7 +113,7 @@ def test_values_are_freed_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return watching
 
-    monkeypatch.setattr(compiled_plan, "prepare_steps", watched)
+    monkeypatch.setattr(prepared, "prepare_steps", watched)
     step = compile_plan(accumulation(4))
     results = step.call([_W, _TOTAL, *_batch(4)])
     del results

@@ -46,7 +46,8 @@ def make_step(*, donated: bool = False, returns_argument: bool = False) -> Compi
     return compile_plan(replace(plan, output_blocks=(None, *blocks)))
 
 
-def placed(kind: AxisType = AxisType.Auto, spec: Any = IN_PLACE) -> jax.Array:
+def placed(kind: AxisType = AxisType.Auto, spec: Any = None) -> jax.Array:
+    spec = P("stage", "data") if spec is None else spec
     return jax.device_put(ROWS, NamedSharding(whole_mesh(kind), spec))
 
 

@@ -79,7 +79,7 @@ def init(
         debug: Log level: `"info"`, `"debug"` or `"spew"` (also XLA's logs).
         dump: A directory into which every phase of the compiler writes its program.
         dump_all_passes: Writes the program after every pass too.
-        profile: Records a profile of every step.
+        profile: Names every call, run and copy of a step in the traces of `jax.profiler`.
         disable_gc: True switches Python's cyclic garbage collection off, False on.
         **legacy: `fbmem`, `sysmem`, `zcmem`, `realm_argv`, `network`, `kthreads`: accepted from
             older programs, without effect.

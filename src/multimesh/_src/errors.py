@@ -70,6 +70,10 @@ class MissingPackageError(MultiMeshError, ImportError):
     """Something needs a package that is an optional extra and is not installed."""
 
 
+class DebugError(MultiMeshError, RuntimeError):
+    """`multimesh.jax.debug` has nothing to show, or lacks what it takes to show it."""
+
+
 def message(
     what: str,
     *,

@@ -3,6 +3,7 @@
 from multimesh._src.errors import (
     CheckpointError,
     ConfigError,
+    DebugError,
     ExecutionError,
     InitError,
     MatchError,
@@ -21,6 +22,7 @@ from multimesh._src.errors import (
 __all__ = [
     "CheckpointError",
     "ConfigError",
+    "DebugError",
     "ExecutionError",
     "InitError",
     "MatchError",

@@ -6,7 +6,7 @@ Nothing here says when a slot is freed or donated: `runtime.buffers` adds that.
 """
 
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -108,9 +108,11 @@ class Block:
 
     def whole_sharding(self, sharding: NamedSharding) -> NamedSharding:
         """The sharding of the whole array whose parts have `sharding`."""
-        first: Any = sharding.spec[0] if len(sharding.spec) else None
-        inside = (self.axis, first) if isinstance(first, str) else (self.axis, *(first or ()))
-        spec = PartitionSpec(inside if len(inside) > 1 else self.axis, *sharding.spec[1:])
+        first, *rest = cast(tuple[Any, ...], tuple(sharding.spec) or (None,))
+        inside: tuple[Any, ...] = () if first is None else (first,)
+        if isinstance(first, tuple):
+            inside = cast(tuple[Any, ...], first)
+        spec = PartitionSpec((self.axis, *inside) if inside else self.axis, *rest)
         return NamedSharding(self.mesh, spec, memory_kind=sharding.memory_kind)
 
 

@@ -46,7 +46,8 @@ ENTRIES = (
         ),
         versions=_ALL,
         without="tasks are called by jax.stages.Compiled.__call__; thread-local settings of JAX "
-        "do not hold in the threads that compile",
+        "do not hold in the threads that compile; measuring waits for tasks whose results are all "
+        "donated",
     ),
     Entry(
         file="constraints.py",

@@ -8,11 +8,14 @@ once: 20 % less host time at 150 arguments. That path is taken only for executab
 tokens, callbacks, references, dropped arguments, embedded constants or unusual layouts; every other
 one, and every one on a JAX whose internals differ, is called the public way.
 
+`watched_call` goes the same path and asks the runtime for a token too: it says when a program has
+run, also when all its results have been donated since and cannot be waited for any more.
+
 `ArrayImpl` is the concrete class of ordinary arrays, None where JAX has moved it.
 
-Private names: `Compiled._executable` with `xla_executable`, `unsafe_call` and the attributes read
-in `_is_plain`; `Compiled._params.const_args`; `PRNGKeyArray._base_array`; `Array._pjrt_layout`;
-the local values of `jax._src.config` states.
+Private names: `Compiled._executable` with `xla_executable`, `unsafe_call`, the attributes read in
+`_is_plain` and the tokens of results; `Compiled._params.const_args`; `PRNGKeyArray._base_array`;
+`Array._pjrt_layout`; the local values of `jax._src.config` states.
 """
 
 import contextlib
@@ -33,6 +36,8 @@ if private.ALLOWED:
         from jax._src.array import ArrayImpl
 
 FlatCall: TypeAlias = Callable[[Sequence[Any]], Sequence[Any]]
+Wait: TypeAlias = Callable[[], object]
+WatchedCall: TypeAlias = Callable[[Sequence[Any]], tuple[Sequence[Any], Wait]]
 
 _PLAIN_FLAGS = ("ordered_effects", "has_unordered_effects", "has_host_callbacks", "mut")
 
@@ -50,27 +55,67 @@ def flat_call(compiled: jax.stages.Compiled, in_dtypes: Sequence[Any]) -> FlatCa
     return call or (lambda args: compiled(*args))
 
 
-def _direct_call(compiled: Any, in_dtypes: Sequence[Any]) -> FlatCall | None:
-    executable = compiled._executable
-    unsafe_call = executable.unsafe_call
-    if compiled._params.const_args or not _is_plain(executable, unsafe_call, len(in_dtypes)):
+def watched_call(compiled: jax.stages.Compiled, in_dtypes: Sequence[Any]) -> WatchedCall | None:
+    """Returns `flat_call` with a second result: a function that waits until the program has run.
+
+    None where the runtime gives no token; then the results themselves have to be waited for.
+    """
+    try:
+        parts = _direct_parts(compiled, in_dtypes) if private.ALLOWED else None
+    except AttributeError:
         return None
-    execute = executable.xla_executable.execute_sharded
-    handlers = unsafe_call.out_handler.handlers
-    keys = tuple(
-        i for i, dtype in enumerate(in_dtypes) if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
-    )
+    if parts is None:
+        return None
+    execute, handlers, physical = parts
+    if "with_tokens" not in (execute.__doc__ or ""):
+        return None
+
+    def call(args: Sequence[Any]) -> tuple[Sequence[Any], Wait]:
+        made = execute(physical(args), with_tokens=True)
+        token = made.consume_token()
+        return made.consume_with_handlers(handlers), token.block_until_ready
+
+    return call
+
+
+def _direct_call(compiled: Any, in_dtypes: Sequence[Any]) -> FlatCall | None:
+    parts = _direct_parts(compiled, in_dtypes)
+    if parts is None:
+        return None
+    execute, handlers, physical = parts
 
     def call(args: Sequence[Any]) -> Sequence[Any]:
         return execute(args).consume_with_handlers(handlers)
 
     def call_with_keys(args: Sequence[Any]) -> Sequence[Any]:
-        physical = list(args)
-        for i in keys:
-            physical[i] = physical[i]._base_array
-        return execute(physical).consume_with_handlers(handlers)
+        return execute(physical(args)).consume_with_handlers(handlers)
 
-    return call_with_keys if keys else call
+    has_keys = any(map(_is_key, in_dtypes))
+    return call_with_keys if has_keys else call
+
+
+def _direct_parts(compiled: Any, in_dtypes: Sequence[Any]) -> tuple[Any, Any, Any] | None:
+    """The loaded program, the handlers of its results, and what turns typed keys to integers."""
+    executable = compiled._executable
+    unsafe_call = executable.unsafe_call
+    if compiled._params.const_args or not _is_plain(executable, unsafe_call, len(in_dtypes)):
+        return None
+    keys = tuple(i for i, dtype in enumerate(in_dtypes) if _is_key(dtype))
+
+    def physical(args: Sequence[Any]) -> Sequence[Any]:
+        if not keys:
+            return args
+        args = list(args)
+        for i in keys:
+            args[i] = args[i]._base_array
+        return args
+
+    execute = executable.xla_executable.execute_sharded
+    return execute, unsafe_call.out_handler.handlers, physical
+
+
+def _is_key(dtype: Any) -> bool:
+    return jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
 
 
 def _is_plain(executable: Any, unsafe_call: Any, num_args: int) -> bool:

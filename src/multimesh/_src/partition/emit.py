@@ -12,7 +12,7 @@ at each place where it is wanted, so that it crosses once and not in every itera
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import jax
@@ -272,7 +272,12 @@ class Emitter:
             home = homes.get(init.var) if isinstance(init, Instance) else None
         return self.place_on(inside.var, EVERYWHERE if home is None else home)
 
-    def finish(self, inputs: tuple[Input, ...], outputs: tuple[Slot, ...]) -> Plan:
+    def finish(
+        self,
+        inputs: tuple[Input, ...],
+        outputs: tuple[Slot, ...],
+        output_blocks: tuple[Block | None, ...] = (),
+    ) -> Plan:
         """The plan of all that was appended."""
         return Plan(
             slots=tuple(self.slots),
@@ -281,6 +286,7 @@ class Emitter:
             executables=tuple(self.executables),
             steps=tuple(self.steps),
             outputs=outputs,
+            output_blocks=output_blocks,
         )
 
     def run(self, event: Event, targets: Mapping[Any, Sequence[Place]]) -> None:
@@ -361,8 +367,8 @@ def emit(
     names = [info.name for info in arguments]
     emitter = Emitter(program, everywhere, dict(zip(program.arguments, names, strict=True)))
     outputs = emitter.fill(events, results)
-    plan = emitter.finish(tuple(_inputs(arguments, emitter)), outputs)
-    return replace(plan, output_blocks=output_blocks)
+    inputs = tuple(_inputs(arguments, emitter))
+    return emitter.finish(inputs, outputs, output_blocks)
 
 
 def _targets(

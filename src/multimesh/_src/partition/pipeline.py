@@ -202,9 +202,10 @@ def _place(driver: _Driver, stacks: Stacks) -> _Placed:
     succeeded = succeeded_arguments(flat, traced)
     place = assign_places(flat, cloned, seeded, arguments, wanted, succeeded, default)
     # One by one, equations cannot see what a whole group of them would save elsewhere.
-    place = settle_glue(flat, cloned, seeded, place, arguments, wanted)
+    flow = analyze_flow(flat, cloned)
+    place = settle_glue(flat, flow, seeded, place, arguments, wanted)
     # Where what is made of a microbatch would cross, one stage would wait for another in vain.
-    cloned = clone_preparations(flat, cloned, seeded, place, limit)
+    cloned = clone_preparations(flat, flow, seeded, place, limit)
     # Only now is it known which remat regions span submeshes and what crosses inside them.
     flat = prune(use_saved(flat, place))
     # Places come before sums are regrouped: only then is it known which sums cross submeshes.

@@ -86,7 +86,7 @@ def summary(
         ("one call", _call(report)),
         ("work", _work(report)),
         ("state", _state(report)),
-        *((f"loop of {loop.length}", _loop_fact(loop)) for loop in report.loops[:2]),
+        *((_loop_label(loop), _loop_fact(loop)) for loop in report.loops[:2]),
         ("worth a look", _topics(findings)),
     ]
     lines = indented(f"{report.name}: {_counts(report)}.", width, 0)
@@ -131,6 +131,10 @@ def _state(report: "ProgramReport") -> str:
     )
 
 
+def _loop_label(loop: "LoopReport") -> str:
+    return f"loop of {loop.length}" if loop.length else "while loop"
+
+
 def _loop_fact(loop: "LoopReport") -> str:
     s = loop.simulation
     if s is None:
@@ -161,11 +165,10 @@ def _listed(findings: Sequence[Finding], width: int) -> Iterator[str]:
 
 
 def _loop_title(loop: "LoopReport", width: int) -> list[str]:
-    if loop.length == 0:
-        return [f"While loop: {', '.join(loop.tasks[:4])}"]
     kind = "sequential loop" if loop.simulation is None else "microbatch loop"
     named = [*loop.tasks[:4], *([f"and {len(loop.tasks) - 4} more"] if loop.tasks[4:] else [])]
-    text = f"Schedule of a {kind}: {loop.length} x {', '.join(named)}"
+    head = f"Schedule of a {kind}: {loop.length} x" if loop.length else "While loop:"
+    text = f"{head} {', '.join(named)}"
     return indented(text, width, 0)
 
 

@@ -88,7 +88,7 @@ def _loops(report: "ProgramReport", lines: LineNames) -> Iterator[Finding]:
     for loop in report.loops:
         if loop.whole:
             yield _whole_backward(loop, lines)
-        if loop.simulation is None and loop.carried:
+        if loop.simulation is None and loop.length and loop.carried:
             type_, writer, reader = loop.carried
             text = (
                 f"the loop of {loop.length} turns over {_listed(loop.tasks)} is run turn by turn, "

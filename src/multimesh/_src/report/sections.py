@@ -141,7 +141,8 @@ def _why(reshard: "Reshard", lines: LineNames) -> str:
         read = f", read in {reshard.used.text(lines)}"
     names = reshard.target.split(", ")
     shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-    return f"{_WHYS[reshard.why]}{made}{read}, by {shown}"
+    maybe = "; it crosses even if its branch is not taken" if reshard.conditional else ""
+    return f"{_WHYS[reshard.why]}{made}{read}, by {shown}{maybe}"
 
 
 def _arguments(report: "ProgramReport") -> Table:

@@ -11,10 +11,14 @@ equation that tasks clone is passed through: what reads its result says where.
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import final
+from functools import partial
+from typing import Any, final
+
+import numpy as np
 
 from multimesh._src.ir.flat import Carry, Equation, Lit, Loop, Step, Var, step_inputs
 from multimesh._src.ir.submesh import Submesh
+from multimesh._src.jax_compat import jaxprs
 from multimesh._src.partition.pipeline import Origins
 
 
@@ -102,6 +106,14 @@ class Sites:
             var = after
         return None
 
+    def is_conditional(self, var: Var) -> bool:
+        """Whether a conditional makes a variable, of nothing but zeros in one of its branches."""
+        maker = self._maker(var)
+        if maker is None or maker.primitive != "cond" or var not in maker.outputs:
+            return False
+        position = maker.outputs.index(var)
+        return any(map(partial(_gives_zeros, position), maker.eqn.params["branches"]))
+
     def is_carried(self, var: Var) -> bool:
         """Whether a loop makes a variable as what it carries to its next iteration."""
         return any(var in (carry.next, carry.result) for carry in self._carries.get(var, ()))
@@ -134,6 +146,16 @@ class Sites:
         if place is None or equation.serial in self.origins.clones:
             return False
         return submesh in (self.submeshes[place].rotation or (place,))
+
+
+def _gives_zeros(position: int, branch: Any) -> bool:
+    jaxpr = jaxprs.open_jaxpr(branch)
+    result: Any = jaxpr.outvars[position]
+    if not jaxprs.is_literal(result):
+        makers = (eqn for eqn in jaxpr.eqns if result in eqn.outvars)
+        filled = (eqn.invars[0] for eqn in makers if eqn.primitive.name == "broadcast_in_dim")
+        result = next(filled, result)
+    return jaxprs.is_literal(result) and not np.any(result.val)
 
 
 @final

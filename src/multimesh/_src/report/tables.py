@@ -290,3 +290,24 @@ def amount(number: float, unit: str) -> str:
         size, power = size / 1000, power + 1
     text = f"{size:.0f}" if power == 0 or size >= 99.95 else f"{size:.3g}"
     return f"{text} {_UNITS[power]}{unit}"
+
+
+def duration(seconds: float) -> str:
+    """Returns a time, as `1.25 s`, `41.2 ms`, `310 us`; `0` below 5 ns."""
+    if abs(seconds) < 5e-9:
+        return "0"
+    for unit, scale in (("s", 1.0), ("ms", 1e-3)):
+        if abs(seconds) >= 0.9995 * scale:
+            return f"{_three_digits(seconds / scale)} {unit}"
+    return f"{_three_digits(seconds * 1e6)} us"
+
+
+def share(part: float, whole: float) -> str:
+    """Returns a share in percent, as `4.2 %`."""
+    return f"{100 * part / whole:z.1f} %" if whole else "-"
+
+
+def _three_digits(number: float) -> str:
+    if abs(number) >= 99.95:
+        return f"{number:.0f}"
+    return f"{number:.1f}" if abs(number) >= 9.995 else f"{number:.2f}"

@@ -53,6 +53,7 @@ class Reshard:
         why: Why it is copied, see `Why`.
         made: Where the user's program makes it; None for arguments and constants.
         used: Where it is first read on the target submesh; None where only results want it.
+        conditional: Whether a branch makes it that may not be taken: zeros cross then.
     """
 
     value: str
@@ -65,6 +66,7 @@ class Reshard:
     why: Why
     made: Site | None
     used: Site | None
+    conditional: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +117,7 @@ def find_reshards(
                 why="view",
                 made=sites.made_at(info.var) if is_made else None,
                 used=sites.used_at(info.var, place),
+                conditional=is_made and sites.is_conditional(info.var),
             )
             if sizes[where]:
                 same = info.sharding.device_set == goal.sharding.device_set

@@ -36,6 +36,7 @@ class CompiledExecutable:
     Attributes:
         name: Its name.
         compiled: What JAX compiled.
+        in_dtypes: The types of its arguments' elements.
         call: The cheap call: a sequence of arguments to the sequence of results.
         order: The compiled program's i-th result is result `order[i]` of the executable: results
             that take over an argument's buffer come first, because JAX pairs in that order.
@@ -43,6 +44,7 @@ class CompiledExecutable:
 
     name: str
     compiled: jax.stages.Compiled
+    in_dtypes: tuple[Any, ...]
     call: FlatCall
     order: tuple[int, ...]
 
@@ -172,9 +174,9 @@ def _abstract(aval: Any) -> jax.ShapeDtypeStruct:
 
 
 def _finish(program: _Program, compiled: jax.stages.Compiled) -> CompiledExecutable:
-    dtypes = [aval.dtype for aval in program.executable.body.in_avals]
+    dtypes = tuple(aval.dtype for aval in program.executable.body.in_avals)
     call = flat_call(compiled, dtypes)
-    return CompiledExecutable(program.executable.name, compiled, call, program.order())
+    return CompiledExecutable(program.executable.name, compiled, dtypes, call, program.order())
 
 
 # --- threads -------------------------------------------------------------------------------------

@@ -9,12 +9,21 @@ from jax.sharding import Sharding
 
 from multimesh._src.collector import paused_collector
 from multimesh._src.ir.plan import Plan
+from multimesh._src.partition.pipeline import Partitioned
+from multimesh._src.runtime.annotate import annotated_call
 from multimesh._src.runtime.compile import CompiledExecutable
 from multimesh._src.runtime.donation import runs_of
-from multimesh._src.runtime.executor import ENQUEUE_LOCK, HeldInterrupt, needs_checks, run_steps
+from multimesh._src.runtime.executor import (
+    ENQUEUE_LOCK,
+    HeldInterrupt,
+    PreparedStep,
+    needs_checks,
+    run_steps,
+)
 from multimesh._src.runtime.inputs import Inputs
 from multimesh._src.runtime.prepared import PreparedPlan
 from multimesh._src.runtime.stacks import results_of
+from multimesh._src.runtime.timing import Stopwatch, current_recorder
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,31 +37,38 @@ class MemoryAnalysis:
     temp_size_in_bytes: int
 
 
-def compile_plan(plan: Plan, *, name: str = "step") -> "CompiledPlan":
+def compile_plan(
+    plan: Plan, *, name: str = "step", partitioned: Partitioned | None = None
+) -> "CompiledPlan":
     """Compiles a plan: programs, copies, frees and donations; places its constants.
 
     Args:
         plan: The plan.
         name: The user's name of the step, for errors.
+        partitioned: What the plan was made of, if it was not written by hand; for reports.
 
     Raises:
         ExecutionError: XLA cannot compile a task.
     """
     with paused_collector():
         prepared = PreparedPlan(plan, {})
-    return CompiledPlan(prepared, name)
+    return CompiledPlan(prepared, name, partitioned)
 
 
 class CompiledPlan:
     """Runs a plan. Calls may come from several threads; they take turns."""
 
-    def __init__(self, prepared: PreparedPlan, name: str) -> None:
+    def __init__(
+        self, prepared: PreparedPlan, name: str, partitioned: Partitioned | None = None
+    ) -> None:
         self.buffered = prepared.buffered
         self.name = name
+        self.partitioned = partitioned
         self._prepared = prepared
         self._inputs = Inputs(self.buffered, name)
         self._results = results_of(self.buffered.plan, self._inputs.stacks)
         self._steps = prepared.steps
+        self._num_calls = 0
 
     def call(self, arguments: Sequence[Any]) -> list[Any]:
         """Enqueues one step.
@@ -67,15 +83,23 @@ class CompiledPlan:
         Raises:
             ExecutionError: An argument was donated before, or a task failed.
         """
-        slots = [*self._prepared.new_slots(), *[None] * len(self._inputs.stacks)]
+        if current_recorder() is not None:
+            return self._timed_call(arguments)
+        return self._call(
+            arguments, self._prepared.checked_steps if needs_checks() else self._steps
+        )
+
+    def _call(self, arguments: Sequence[Any], steps: Sequence[PreparedStep]) -> list[Any]:
+        slots = self._prepared.new_slots()
+        slots += [None] * len(self._inputs.stacks)
         loaded = False
-        with ENQUEUE_LOCK:
+        with ENQUEUE_LOCK, annotated_call(self.name, self._num_calls, self._prepared.is_profiled):
+            self._num_calls += 1
             try:
                 with HeldInterrupt():
                     self._inputs.load(arguments, slots)
                     loaded = True
-                    checks = needs_checks()
-                    run_steps(self._prepared.checked_steps if checks else self._steps, slots)
+                    run_steps(steps, slots)
                     results = [
                         slots[r] if isinstance(r, int) else r.join(slots) for r in self._results
                     ]
@@ -85,6 +109,19 @@ class CompiledPlan:
                 if loaded:  # from here on donated arguments may be gone
                     self._inputs.abandon(arguments)
                 raise
+        return results
+
+    def _timed_call(self, arguments: Sequence[Any]) -> list[Any]:
+        """Calls, waits for the end and gives the times to who records (`runtime.timing`)."""
+        recorder, stopwatch = current_recorder(), Stopwatch()
+        assert recorder is not None
+        steps = self._prepared.timed_steps(stopwatch, alone=recorder.alone)
+        stopwatch.start()
+        try:
+            results = self._call(arguments, steps)
+        finally:
+            times = stopwatch.stop()
+        recorder.add(self, times)
         return results
 
     @property

@@ -8,6 +8,8 @@ five steps are one trace, one compile and, after the first, no move of state.
     assert counters.since(before).compiles == 0
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 
 
@@ -47,3 +49,28 @@ def since(before: Counters) -> Counters:
     """Returns by how much the counters grew since `before` was taken."""
     names = [field.name for field in fields(Counters)]
     return Counters(*(getattr(counters, name) - getattr(before, name) for name in names))
+
+
+@contextmanager
+def counting() -> Iterator[Counters]:
+    """Counts what is traced, compiled and moved inside a `with` block, in all threads.
+
+    The counters are filled when the block ends.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> double = mjit(lambda x: x * 2)
+        >>> with counting() as first:
+        ...     result = double(jnp.ones(2))
+        >>> with counting() as second:
+        ...     result = double(result)
+        >>> first.traces, second.traces
+        (1, 0)
+    """
+    before, grown = snapshot(), Counters()
+    try:
+        yield grown
+    finally:
+        after = since(before)
+        for field in fields(Counters):
+            setattr(grown, field.name, getattr(after, field.name))

@@ -10,7 +10,9 @@ from typing import Any
 
 import jax
 
-from multimesh._src.ir.plan import Copy, HostLoop, Plan
+from multimesh._src.ir.plan import Copy, HostLoop, Plan, Run
+from multimesh._src.jax_compat.compiled import WatchedCall, watched_call
+from multimesh._src.runtime.annotate import annotated, wants_profile
 from multimesh._src.runtime.buffers import BufferedPlan, plan_buffers
 from multimesh._src.runtime.compile import CompiledExecutable, compile_executables
 from multimesh._src.runtime.executor import (
@@ -24,6 +26,7 @@ from multimesh._src.runtime.executor import (
     step_name,
 )
 from multimesh._src.runtime.reshard import CopyItem, PreparedCopy, prepare_copy
+from multimesh._src.runtime.timing import Stopwatch, timed_calls
 
 
 class PreparedPlan:
@@ -34,6 +37,7 @@ class PreparedPlan:
         executables: Per executable what was compiled; None for those that no step runs.
         loops: Its host loops, in order.
         steps: What the executor runs.
+        is_profiled: Whether they have names in traces (`runtime.annotate`).
     """
 
     def __init__(self, plan: Plan, done: dict[Any, CompiledExecutable]) -> None:
@@ -55,7 +59,8 @@ class PreparedPlan:
                 executable = self.executables[step.executable]
                 assert executable is not None, step  # all that are run are compiled
                 self._add(executable.call, executable.order)
-        self.steps = prepare_steps(self.buffered, self._calls, self._orders)
+        self.is_profiled = wants_profile()
+        self.steps = self._prepared(self._calls)
         self._checked_steps: tuple[PreparedStep, ...] = ()
         self._template = _constants(self.buffered.plan)
 
@@ -71,10 +76,40 @@ class PreparedPlan:
     def checked_steps(self) -> tuple[PreparedStep, ...]:
         """The steps with the checks of `jax_debug_nans` and `jax_debug_infs`."""
         if not self._checked_steps:
-            steps = zip(self.buffered.plan.steps, self._calls, strict=True)
-            calls = [checked(call, step_name(step)) for step, call in steps]
-            self._checked_steps = prepare_steps(self.buffered, calls, self._orders)
+            self._checked_steps = self._prepared(self._checked(self._calls))
         return self._checked_steps
+
+    def timed_steps(self, stopwatch: Stopwatch, *, alone: bool) -> tuple[PreparedStep, ...]:
+        """The steps with a stopwatch that takes their times, and checks where they are asked for.
+
+        Args:
+            stopwatch: Takes the times.
+            alone: Whether the host waits for each step before the next one.
+        """
+        calls = timed_calls(
+            stopwatch, self.buffered, self._calls, self._orders, self._watched(), alone=alone
+        )
+        return self._prepared(self._checked(calls) if needs_checks() else calls)
+
+    def _prepared(self, calls: Sequence[Call]) -> tuple[PreparedStep, ...]:
+        if self.is_profiled:
+            plan = self.buffered.plan
+            named = zip(calls, plan.steps, strict=True)
+            calls = [annotated(call, plan, step) for call, step in named]
+        return prepare_steps(self.buffered, calls, self._orders)
+
+    def _checked(self, calls: Sequence[Call]) -> list[Call]:
+        steps = zip(self.buffered.plan.steps, calls, strict=True)
+        return [checked(call, step_name(step)) for step, call in steps]
+
+    def _watched(self) -> list[WatchedCall | None]:
+        """Per step the call that says when it has run, where the runtime can say that."""
+        found: list[WatchedCall | None] = []
+        for executable in self.executables:
+            dtypes = () if executable is None else executable.in_dtypes
+            found.append(None if executable is None else watched_call(executable.compiled, dtypes))
+        steps = self.buffered.plan.steps
+        return [found[step.executable] if isinstance(step, Run) else None for step in steps]
 
 
 class _PreparedLoop:

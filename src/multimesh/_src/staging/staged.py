@@ -312,7 +312,7 @@ class Lowered:
             assert self._otherwise is not None
             return Compiled(self, self._otherwise())
         plan = self._partitioned.plan
-        compiled = compile_plan(plan, name=self._traced.name)
+        compiled = compile_plan(plan, name=self._traced.name, partitioned=self._partitioned)
         return Compiled(self, PlanBackend(plan, compiled, len(self._traced.arguments)))
 
 

@@ -13,48 +13,17 @@ change may make a chain of changes of submesh longer: stages stay where they are
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
 
-from multimesh._src.ir.flat import Equation, FlatProgram, Lit, Loop, Step, Var
-from multimesh._src.partition.assign.cloned import Cloned
+from multimesh._src.ir.flat import FlatProgram, Lit, Var
 from multimesh._src.partition.assign.mincut import SINK, SOURCE, FlowGraph
 from multimesh._src.partition.assign.sums import Accumulation, find_accumulations
-from multimesh._src.partition.prune import has_effect
-from multimesh._src.partition.split.regions import Flow, analyze_flow
-
-
-@dataclass(slots=True)
-class _Value:
-    """A variable and who makes and reads it, as serials; places that are no equations are fixed.
-
-    `home` is the place of a value that no equation of the region makes, if it has one.
-    """
-
-    bytes: int
-    made_here: bool
-    maker: int | None = None
-    home: int | None = None
-    readers: dict[int, None] = field(default_factory=dict[int, None])
-    wanted: tuple[int, ...] = ()
-    is_scalar: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class _Region:
-    """The outer program or a loop body: what may move, and the values between equations.
-
-    `order` has, per anchored equation, the values that it reads; `at` the places of everything.
-    """
-
-    free: frozenset[int]
-    values: tuple[_Value, ...]
-    order: tuple[tuple[int, tuple[int, ...]], ...]  # serial, serials that it reads from
+from multimesh._src.partition.assign.values import Region, RegionReader, Value, regions_of
+from multimesh._src.partition.split.regions import Flow
 
 
 def settle_glue(
     program: FlatProgram,
-    cloned: Cloned,
+    flow: Flow,
     seeded: Mapping[int, int],
     place: Mapping[int, int],
     arguments: Mapping[Var, int],
@@ -64,27 +33,26 @@ def settle_glue(
 
     Args:
         program: The flat program.
-        cloned: Equations that each task makes for itself.
+        flow: Its dataflow, and the equations that each task makes for itself.
         seeded: Equations that stay where they are, by serial.
         place: Submesh of each equation, by serial.
         arguments: Submesh of each argument that the caller placed.
         results: Submesh of each result position that `out_shardings` places.
     """
     found = dict(place)
-    flow = analyze_flow(program, cloned)
     wanted: dict[Var, tuple[int, ...]] = {}
     for position, submesh in results.items():
         var = program.results[position]
         if not isinstance(var, Lit):
             wanted[var] = (*wanted.get(var, ()), submesh)
-    accumulations = find_accumulations(program, seeded, cloned)
+    accumulations = find_accumulations(program, seeded, flow.cloned)
     additions = frozenset(serial for sum_ in accumulations for serial in sum_.additions)
-    for loop, steps in _regions(program.steps):
-        builder = _Builder(program.avals, flow, cloned, seeded, arguments, wanted, additions)
-        region = builder.build(loop, steps)
+    for loop, steps in regions_of(program.steps):
+        reader = RegionReader(program.avals, flow, seeded, arguments, wanted, additions)
+        region = reader.read(loop, steps)
         for group in _groups(region, found):
             _settle(region, group, found)
-        _follow_terms(accumulations, builder.made_by, found)
+        _follow_terms(accumulations, reader.made_by, found)
     return found
 
 
@@ -99,105 +67,7 @@ def _follow_terms(
                 place[serial] = there[-1]
 
 
-def _regions(steps: tuple[Step, ...]) -> Iterator[tuple[Loop | None, tuple[Step, ...]]]:
-    """Loops from the inside, then the program: what is around a loop follows it."""
-
-    def loops(steps: tuple[Step, ...]) -> Iterator[tuple[Loop | None, tuple[Step, ...]]]:
-        for step in steps:
-            if isinstance(step, Loop):
-                yield from loops(step.body)
-                yield step, step.body
-
-    yield from loops(steps)
-    yield None, steps
-
-
-# --- what a region holds --------------------------------------------------------------------------
-
-
-@dataclass(slots=True)
-class _Builder:
-    """Collects the values of one region."""
-
-    avals: Mapping[Var, Any]
-    flow: Flow
-    cloned: Cloned
-    seeded: Mapping[int, int]
-    arguments: Mapping[Var, int]
-    wanted: Mapping[Var, tuple[int, ...]]
-    additions: frozenset[int]  # to accumulators: each submesh has its own, so terms are not sent
-    values: dict[Var, _Value] = field(default_factory=dict[Var, _Value])
-    made_by: dict[Var, int] = field(default_factory=dict[Var, int])
-    hidden: set[Var] = field(default_factory=set[Var])  # of loops inside, seen only by them
-
-    def build(self, loop: Loop | None, steps: tuple[Step, ...]) -> _Region:
-        """Reads all steps of the region, loops inside it included."""
-        self._note_makers(steps)
-        if loop is not None:
-            self.hidden.add(loop.index)
-            for carry in loop.carries:
-                if not isinstance(carry.next, Lit) and carry.next in self.made_by:
-                    self.made_by[carry.inside] = self.made_by[carry.next]
-        free: set[int] = set()
-        order: list[tuple[int, tuple[int, ...]]] = []
-        for step, is_inside in _anchored(steps, self.flow, inside=False):
-            if step.serial in self.additions:
-                continue
-            read = [var for var in self.flow.imports(step) if var not in self.hidden]
-            for var in read:
-                self._value(var).readers[step.serial] = None
-            if not is_inside and self._may_move(step):
-                free.add(step.serial)
-            makers = (self.made_by[var] for var in read if var in self.made_by)
-            order.append((step.serial, tuple(dict.fromkeys(makers))))
-        for var in self.wanted if loop is None else ():
-            if var in self.made_by:
-                self._value(var).wanted = self.wanted[var]
-        return _Region(frozenset(free), tuple(self.values.values()), tuple(order))
-
-    def _may_move(self, step: Equation) -> bool:
-        if step.serial in self.seeded or step.serial in self.cloned:
-            return False
-        return bool(step.outputs) and not has_effect(step)
-
-    def _note_makers(self, steps: tuple[Step, ...]) -> None:
-        for step in steps:
-            if not isinstance(step, Loop):
-                self.made_by.update(dict.fromkeys(step.outputs, step.serial))
-                continue
-            self.hidden.add(step.index)
-            inner = _Builder(self.avals, self.flow, self.cloned, self.seeded, {}, {}, frozenset())
-            inner._note_makers(step.body)
-            self.hidden |= {*inner.hidden, *inner.made_by}
-            for carry in step.carries:
-                self.hidden.add(carry.inside)
-                if not isinstance(carry.next, Lit) and carry.next in inner.made_by:
-                    self.made_by[carry.result] = inner.made_by[carry.next]
-
-    def _value(self, var: Var) -> _Value:
-        if var not in self.values:
-            aval, maker = self.avals[var], self.made_by.get(var)
-            small = maker is None and var in self.cloned.variables  # is everywhere
-            size = 0 if small else aval.size * aval.dtype.itemsize
-            scalar = aval.ndim == 0
-            home = self.arguments.get(var)
-            value = _Value(size, maker is not None, maker, home, is_scalar=scalar)
-            self.values[var] = value
-        return self.values[var]
-
-
-def _anchored(
-    steps: tuple[Step, ...], flow: Flow, *, inside: bool
-) -> Iterator[tuple[Equation, bool]]:
-    """Equations that belong to tasks, and whether they lie in a loop inside the region."""
-    for step in steps:
-        if isinstance(step, Loop):
-            yield from _anchored(step.body, flow, inside=True)
-        elif step.serial in flow.anchored:
-            yield step, inside
-
-
-def _groups(region: _Region, place: Mapping[int, int]) -> Iterator[list[int]]:
+def _groups(region: Region, place: Mapping[int, int]) -> Iterator[list[int]]:
     """Free equations that arrays connect, in groups that something crosses into, out of or in."""
     parent = {serial: serial for serial in sorted(region.free)}
 
@@ -229,15 +99,11 @@ def _groups(region: _Region, place: Mapping[int, int]) -> Iterator[list[int]]:
 # --- two submeshes at a time ----------------------------------------------------------------------
 
 
-def _settle(region: _Region, group: Sequence[int], place: dict[int, int]) -> None:
+def _settle(region: Region, group: Sequence[int], place: dict[int, int]) -> None:
     """Spreads a group anew over pairs of submeshes until no pair saves bytes."""
     members = frozenset(group)
-    values = [
-        value
-        for value in region.values
-        if value.maker in members or not members.isdisjoint(value.readers)
-    ]
-    depth = _depth(region, place)
+    positions = {position for serial in group for position in region.values_of[serial]}
+    values = [region.values[position] for position in sorted(positions)]
     again = True
     while again:
         again = False
@@ -245,13 +111,13 @@ def _settle(region: _Region, group: Sequence[int], place: dict[int, int]) -> Non
             moved = _spread(values, group, place, pair)
             new = place | moved
             saves = moved and _crossing(values, new) < _crossing(values, place)
-            if saves and _depth(region, new) <= depth:
+            if saves and _depth(region, new) <= _depth(region, place):
                 place.update(moved)
                 again = True
 
 
 def _pairs(
-    values: Sequence[_Value], members: frozenset[int], place: Mapping[int, int]
+    values: Sequence[Value], members: frozenset[int], place: Mapping[int, int]
 ) -> list[tuple[int, int]]:
     """Pairs of submeshes between which something crosses that a member makes or reads."""
     pairs: dict[tuple[int, int], None] = {}
@@ -266,7 +132,7 @@ def _pairs(
     return [pair for pair in sorted(pairs) if held.intersection(pair)]
 
 
-def _crossing(values: Sequence[_Value], place: Mapping[int, int]) -> int:
+def _crossing(values: Sequence[Value], place: Mapping[int, int]) -> int:
     """Bytes of made values that are sent, once per submesh."""
     total = 0
     for value in values:
@@ -276,7 +142,7 @@ def _crossing(values: Sequence[_Value], place: Mapping[int, int]) -> int:
     return total
 
 
-def _depth(region: _Region, place: Mapping[int, int]) -> int:
+def _depth(region: Region, place: Mapping[int, int]) -> int:
     """The most changes of submesh on any path through the region."""
     depth: dict[int, int] = {}
     for serial, operands in region.order:
@@ -287,7 +153,7 @@ def _depth(region: _Region, place: Mapping[int, int]) -> int:
 
 
 def _spread(
-    values: Sequence[_Value], group: Sequence[int], place: Mapping[int, int], pair: tuple[int, int]
+    values: Sequence[Value], group: Sequence[int], place: Mapping[int, int], pair: tuple[int, int]
 ) -> dict[int, int]:
     """The equations of the group that change their place in the best spread over two submeshes."""
     members = [serial for serial in group if place[serial] in pair]
@@ -311,7 +177,7 @@ def _spread(
 
 def _add_value(
     graph: FlowGraph,
-    value: _Value,
+    value: Value,
     cost: int,
     node: Mapping[int, int],
     place: Mapping[int, int],

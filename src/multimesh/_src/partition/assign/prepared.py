@@ -16,12 +16,12 @@ from multimesh._src.ir.flat import Equation, FlatProgram, Lit, Loop, Step, Var
 from multimesh._src.partition.assign.cloned import Cloned, cost_of
 from multimesh._src.partition.loops import num_bytes
 from multimesh._src.partition.prune import has_effect
-from multimesh._src.partition.split.regions import Flow, analyze_flow
+from multimesh._src.partition.split.regions import Flow
 
 
 def clone_preparations(
     program: FlatProgram,
-    cloned: Cloned,
+    flow: Flow,
     seeded: Mapping[int, int],
     place: Mapping[int, int],
     max_cost: int,
@@ -30,17 +30,17 @@ def clone_preparations(
 
     Args:
         program: The flat program.
-        cloned: What is cloned already.
+        flow: Its dataflow, and what is cloned already.
         seeded: Equations of tasks, by serial: they are never cloned.
         place: Submesh of each equation, by serial.
         max_cost: Element operations that may be done again in each task.
     """
-    flow = analyze_flow(program, cloned)
     found: set[int] = set()
     for loop in _loops(program.steps):
-        prepared = _prepared(loop, cloned, seeded, max_cost)
-        found |= _worth_cloning(loop, prepared, flow, place, program.avals)
-    return replace(cloned, floating=cloned.floating | found)
+        prepared = _prepared(loop, flow.cloned, seeded, max_cost)
+        if prepared:
+            found |= _worth_cloning(loop, prepared, flow, place, program.avals)
+    return replace(flow.cloned, floating=flow.cloned.floating | found)
 
 
 def _loops(steps: tuple[Step, ...]) -> Iterator[Loop]:

@@ -1,0 +1,1 @@
+"""What was measured of the calls of a step: data, analysis, and ways to look at it."""
