@@ -7,7 +7,7 @@
 
 Where the arguments lie never enters the jaxpr: it is recorded beside it. While the function is
 traced, no mesh of `jax.set_mesh` is seen (R18), arrays that the function closes over have plain
-types too (R17), and sharding constraints are taken over (`logical.redirect_constraints`).
+types too (R17), and sharding constraints and placements are taken over (`logical`, `placing`).
 """
 
 import contextlib
@@ -17,11 +17,11 @@ from typing import Any
 
 import jax
 from jax.extend.core import ClosedJaxpr
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
 
 from multimesh._src.config import Settings
 from multimesh._src.errors import TraceError, message
-from multimesh._src.frontend import arguments as arguments_lib, logical, scopes
+from multimesh._src.frontend import arguments as arguments_lib, logical, placing, scopes
 from multimesh._src.frontend.arguments import ArgumentSpec, NamedArgument, Statics
 from multimesh._src.frontend.batches import MicrobatchedArray
 from multimesh._src.frontend.matching import Matcher
@@ -106,13 +106,19 @@ class PlainTrace:
 
 
 @contextlib.contextmanager
-def our_tracing() -> Iterator[None]:
-    """Within it, in this thread, functions are traced for us; see the module."""
+def our_tracing(typed_on: AbstractMesh | None = None) -> Iterator[None]:
+    """Within it, in this thread, functions are traced for us; see the module.
+
+    Args:
+        typed_on: The mesh whose axes a program may state in its types.
+    """
     with (
         avals.clean_types(),
         avals.arrays_as_consts(),
         avals.no_ambient_mesh(),
         logical.redirect_constraints(),
+        placing.redirect_placements(typed=typed_on is not None),
+        contextlib.nullcontext() if typed_on is None else use_abstract_mesh(typed_on),
     ):
         yield
 
@@ -138,13 +144,19 @@ def trace_plainly(
 
     traced.__name__ = traced.__qualname__ = name
     plain_args, plain_kwargs = jax.tree.map(plain_aval, (tuple(args), dict(kwargs)))
-    with our_tracing():
-        result = jax.jit(traced).trace(*plain_args, **plain_kwargs)
-        closed_over = jit_hook.closed_over_tracers(result)
+
+    def traced_on(mesh: AbstractMesh | None) -> tuple[Any, tuple[Any, ...]]:
+        with our_tracing(mesh):
+            result = jax.jit(traced).trace(*plain_args, **plain_kwargs)
+            return result, jit_hook.closed_over_tracers(result)
+
+    result, closed_over = placing.trace_typed(traced_on, name, global_mesh)
     out_paths = jax.tree_util.tree_leaves_with_path(result.out_info)
     return PlainTrace(
         name=name,
-        jaxpr=logical.absorb_constraints(result.jaxpr, global_mesh),
+        jaxpr=placing.absorb_placements(
+            logical.absorb_constraints(result.jaxpr, global_mesh), global_mesh
+        ),
         out_tree=jax.tree.structure(result.out_info),
         out_names=tuple("result" + jax.tree_util.keystr(path) for path, _ in out_paths),
         closed_over=closed_over,

@@ -55,3 +55,14 @@ def source_line(eqn: Any) -> str:
     """Returns the user's `file:line` that an equation comes from, or `""` where unknown."""
     frame = None if user_frame is None else user_frame(eqn.source_info.traceback)
     return "" if frame is None else f"{frame.file_name}:{frame.start_line}"
+
+
+def line_of_error(error: BaseException) -> str:
+    """Returns the user's `file:line` that an exception was raised under, or `""`."""
+    found, traceback = "", error.__traceback__
+    while traceback is not None:
+        name = traceback.tb_frame.f_globals.get("__name__", "")
+        if name.split(".")[0] not in ("jax", "multimesh", "contextlib"):
+            found = f"{traceback.tb_frame.f_code.co_filename}:{traceback.tb_lineno}"
+        traceback = traceback.tb_next
+    return found

@@ -1,0 +1,143 @@
+"""Takes meshes and memories out of the types of a jaxpr.
+
+    b:f32[8@data,4] = dot_general[out_sharding=P('data')] a w        b:f32[8,4] = dot_general a w
+    c:f32<host>[8] = device_put[devices=(Space.Host,)] b       ->    c:f32[8] = <what `rewrite` says>
+
+Such types come from `out_sharding=`, from traces that JAX has cached and from remat policies that
+offload. Types inside `shard_map`, whose meshes have manual axes, stay.
+
+Checked on jax 0.10.2, 0.11.2 and 0.12.0.1. Private names: `jax._src.core.ShapedArray` with
+`sharding` and `memory_space`; `jax._src.core.JaxprEqnContext` with `cur_abstract_mesh` and
+`manager`.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jax._src import core
+from jax._src.interpreters import partial_eval
+from jax.extend.core import JaxprEqn
+from jax.sharding import AbstractMesh, NamedSharding, use_abstract_mesh
+
+from multimesh._src.jax_compat import jaxprs
+
+_SHARDING_PARAMS = ("out_sharding", "sharding")
+_MISSING_MESH = ("not under a mesh context", "Context mesh cannot be empty")
+_NO_MESH = AbstractMesh((), (), axis_types=())
+
+
+def asks_for_a_mesh(error: Exception) -> bool:
+    """Whether JAX missed a mesh while it traced: shardings are stated in types (R17)."""
+    text = str(error)
+    return isinstance(error, ValueError) and any(part in text for part in _MISSING_MESH)
+
+
+def is_about_types(error: Exception) -> bool:
+    """Whether JAX found that shardings in types do not fit."""
+    return "hard" in type(error).__name__ or "shard" in str(error) or "mesh" in str(error)
+
+
+def stated_spec(eqn: JaxprEqn, position: int) -> Any:
+    """The spec that an operation states in the type of a result (`out_sharding=`); None if none."""
+    sharding = _type_sharding(eqn.outvars[position].aval)
+    states = any(_on_abstract_mesh(eqn.params.get(name)) for name in _SHARDING_PARAMS)
+    if sharding is None or not states or not any(sharding.spec):
+        return None
+    return sharding.spec
+
+
+def plain_type(aval: Any) -> Any:
+    """Returns an aval without mesh and memory; itself where it has neither."""
+    sharding = getattr(aval, "sharding", None)
+    if sharding is None or not isinstance(aval, core.ShapedArray):
+        return aval
+    if getattr(sharding.mesh, "manual_axes", ()):
+        return aval
+    is_in_device_memory = getattr(aval.memory_space, "name", "Device") != "Host"
+    if is_in_device_memory and _type_sharding(aval) is None:
+        return aval
+    return core.ShapedArray(aval.shape, aval.dtype, weak_type=aval.weak_type)
+
+
+def _type_sharding(aval: Any) -> Any:
+    """The sharding in an aval on a mesh with Explicit axes, else None."""
+    sharding = getattr(aval, "sharding", None)
+    return sharding if getattr(getattr(sharding, "mesh", None), "explicit_axes", ()) else None
+
+
+def _on_abstract_mesh(value: Any) -> bool:
+    return (
+        isinstance(value, NamedSharding)
+        and isinstance(value.mesh, AbstractMesh)
+        and not value.mesh.manual_axes
+    )
+
+
+def _plain_equation(eqn: JaxprEqn) -> JaxprEqn:
+    """Takes shardings out of the params of an operation, and meshes out of its context."""
+    params = eqn.params
+    stated = [name for name in _SHARDING_PARAMS if _on_abstract_mesh(params.get(name))]
+    if stated and eqn.primitive.name not in ("sharding_constraint", "shard_map"):
+        eqn = eqn.replace(params={**params, **dict.fromkeys(stated)})
+    mesh = getattr(eqn.ctx, "cur_abstract_mesh", None)
+    if mesh is None or mesh.empty or mesh.manual_axes:
+        return eqn
+    with eqn.ctx.manager, use_abstract_mesh(_NO_MESH):
+        return eqn.replace(ctx=core.JaxprEqnContext())
+
+
+def plainly_typed(jaxpr: Any, rewrite: Callable[[JaxprEqn], Sequence[JaxprEqn]]) -> Any:
+    """Returns a jaxpr with plain types, and the equations that `rewrite` gives for each of its own.
+
+    Args:
+        jaxpr: Open or closed; what does not change at any depth is the same object afterwards.
+        rewrite: Gets each equation with its original types, inner ones first; may give several
+            that together make the same variables.
+    """
+    done: dict[int, tuple[Any, Any]] = {}  # keeps the keys' objects alive
+
+    def visit(inner: Any) -> Any:
+        if id(inner) not in done:
+            done[id(inner)] = (inner, _rebuild(inner, visit, rewrite))
+        return done[id(inner)][1]
+
+    return visit(jaxpr)
+
+
+def _rebuild(
+    closed: Any, visit: Callable[[Any], Any], rewrite: Callable[[JaxprEqn], Sequence[JaxprEqn]]
+) -> Any:
+    jaxpr = jaxprs.open_jaxpr(closed)
+    env: dict[Any, Any] = {}
+
+    def plain(atom: Any) -> Any:
+        aval = plain_type(atom.aval)
+        if jaxprs.is_literal(atom):
+            return atom if aval is atom.aval else jaxprs.literal(atom.val, aval)
+        if atom not in env:
+            env[atom] = atom if aval is atom.aval else jaxprs.new_var(aval)
+        return env[atom]
+
+    eqns: list[JaxprEqn] = []
+    for eqn in jaxpr.eqns:
+        for new in rewrite(jaxprs.map_sub_jaxprs(eqn, visit)):
+            ins, outs = [*map(plain, new.invars)], [*map(plain, new.outvars)]
+            new = _plain_equation(new)
+            if _differ(ins, new.invars) or _differ(outs, new.outvars):
+                new = jaxprs.replace_eqn(new, invars=ins, outvars=outs)
+            eqns.append(new)
+    ends = [jaxpr.constvars, jaxpr.invars, jaxpr.outvars]
+    new_ends = [[*map(plain, atoms)] for atoms in ends]
+    if not _differ(eqns, jaxpr.eqns) and not any(map(_differ, new_ends, ends)):
+        return closed
+    constvars, invars, outvars = new_ends
+    effects = partial_eval.make_jaxpr_effects(constvars, invars, outvars, eqns)
+    parts = {"constvars": constvars, "invars": invars, "outvars": outvars, "eqns": eqns}
+    if closed is jaxpr and jaxprs.consts_of(closed):  # one class from 0.11
+        return jaxpr.replace(**parts, effects=effects, consts=list(jaxprs.consts_of(closed)))
+    opened = jaxpr.replace(**parts, effects=effects)
+    return opened if closed is jaxpr else jaxprs.close(opened, jaxprs.consts_of(closed))
+
+
+def _differ(new: Sequence[Any], old: Sequence[Any]) -> bool:
+    return len(new) != len(old) or any(a is not b for a, b in zip(new, old, strict=True))
