@@ -27,6 +27,7 @@ from multimesh._src.frontend.batches import MicrobatchedArray
 from multimesh._src.frontend.matching import Matcher
 from multimesh._src.frontend.succession import ArgumentTree, successors
 from multimesh._src.frontend.wanted import Wanted, wanted_leaves
+from multimesh._src.ir.memory import special_memory
 from multimesh._src.ir.scope import Scope
 from multimesh._src.jax_compat import avals, jit_hook
 
@@ -36,7 +37,8 @@ class Argument:
     """One flat argument.
 
     `placement` is where a committed array lies. `spec` is the layout that is asked for: by
-    in_shardings, or by an array that lies on the whole global mesh.
+    in_shardings, or by an array that lies on the whole global mesh. `memory_kind` is the memory
+    that it lies in, None for the default one.
     """
 
     name: str
@@ -44,6 +46,7 @@ class Argument:
     placement: NamedSharding | None
     spec: PartitionSpec | None
     donated: bool
+    memory_kind: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,12 +299,12 @@ def argument(
     name: str, leaf: Any, donated: bool, want: Wanted, global_mesh: Mesh | None
 ) -> Argument:
     """Returns one flat argument; what `want` asks for beats where the array lies."""
-    placement, spec = want.placement, want.spec
+    placement, spec, memory_kind = want.placement, want.spec, want.memory_kind
     if not want.is_given:
-        placement = placement_of(leaf)
+        placement, memory_kind = placement_of(leaf), memory_of(leaf)
     if placement is not None and placement.mesh == global_mesh:
         placement, spec = (None if want.is_given else placement), placement.spec
-    return Argument(name, plain_aval(leaf), placement, spec, donated)
+    return Argument(name, plain_aval(leaf), placement, spec, donated, memory_kind)
 
 
 def placement_of(leaf: Any) -> NamedSharding | None:
@@ -311,6 +314,12 @@ def placement_of(leaf: Any) -> NamedSharding | None:
         committed = getattr(leaf, "committed", True)
         return sharding if committed or sharding.num_devices > 1 else None
     return None
+
+
+def memory_of(leaf: Any) -> str | None:
+    """Returns the memory kind of an array, None where it is the default one or not committed."""
+    is_committed = getattr(leaf, "committed", True)
+    return special_memory(getattr(leaf, "sharding", None)) if is_committed else None
 
 
 def _trees(named: Sequence[NamedArgument]) -> list[ArgumentTree]:

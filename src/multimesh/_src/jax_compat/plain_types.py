@@ -17,12 +17,16 @@ from typing import Any
 from jax._src import core
 from jax._src.interpreters import partial_eval
 from jax.extend.core import JaxprEqn
-from jax.sharding import AbstractMesh, NamedSharding, use_abstract_mesh
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, use_abstract_mesh
 
 from multimesh._src.jax_compat import jaxprs
 
 _SHARDING_PARAMS = ("out_sharding", "sharding")
-_MISSING_MESH = ("not under a mesh context", "Context mesh cannot be empty")
+_MISSING_MESH = (
+    "not under a mesh context",
+    "Context mesh cannot be empty",
+    "axis names that are of type Auto",
+)
 _NO_MESH = AbstractMesh((), (), axis_types=())
 
 
@@ -73,10 +77,15 @@ def _on_abstract_mesh(value: Any) -> bool:
     )
 
 
+def _is_outside_manual(value: Any) -> bool:
+    on_devices = isinstance(value, NamedSharding) and isinstance(value.mesh, Mesh)
+    return on_devices or _on_abstract_mesh(value)
+
+
 def _plain_equation(eqn: JaxprEqn) -> JaxprEqn:
     """Takes shardings out of the params of an operation, and meshes out of its context."""
     params = eqn.params
-    stated = [name for name in _SHARDING_PARAMS if _on_abstract_mesh(params.get(name))]
+    stated = [name for name in _SHARDING_PARAMS if _is_outside_manual(params.get(name))]
     if stated and eqn.primitive.name not in ("sharding_constraint", "shard_map"):
         eqn = eqn.replace(params={**params, **dict.fromkeys(stated)})
     mesh = getattr(eqn.ctx, "cur_abstract_mesh", None)

@@ -25,6 +25,7 @@ from multimesh._src.partition.fuse import fuse_runs
 from multimesh._src.partition.given import (
     default_submesh,
     everywhere,
+    find_memory,
     given_layouts,
     placed_arguments,
     wanted_submeshes,
@@ -221,6 +222,7 @@ def _lay_out(driver: _Driver, placed: _Placed, cut: _Cut, batches: Mapping[int, 
         home=homes,
         # Layouts of carries and successors are tied when all others are known.
         specs=tie_layouts(layouts, steps, flat, traced, submeshes, homes),
+        memory=find_memory(flat, traced, batches),
     )
     driver.show("split", text.print_program, program)
     return program

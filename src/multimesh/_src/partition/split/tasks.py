@@ -127,7 +127,7 @@ class Splitter:
         pairs = group.pairs
         if pairs is None:
             pairs = tuple((axis, axis) for axis in mesh.axis_names)
-        return resolve_constraints(body, pairs, dict(mesh.shape), f"task `{group.name}`")
+        return resolve_constraints(body, pairs, mesh, f"task `{group.name}`")
 
     def _has_loops(self) -> bool:
         return any(isinstance(step, Loop) for step in self.program.steps)
