@@ -33,7 +33,7 @@ from multimesh._src.errors import MultiMeshError, ShardingError, message
 from multimesh._src.frontend import contexts
 from multimesh._src.frontend.logical import constraint_params, constraints_are_logical
 from multimesh._src.ir.constraint import UNCONSTRAINED, bind_constraint, constraint_p
-from multimesh._src.jax_compat import jaxprs, name_stack, placements, plain_types
+from multimesh._src.jax_compat import effects, jaxprs, name_stack, placements, plain_types
 
 
 @contextlib.contextmanager
@@ -222,6 +222,7 @@ def absorb_placements(jaxpr: ClosedJaxpr, global_mesh: Mesh | None) -> ClosedJax
     """
 
     def rewrite(eqn: JaxprEqn) -> Sequence[JaxprEqn]:
+        eqn = effects.on_any_devices(eqn)
         found = placements.targets(eqn)
         if found is not None:
             return _as_constraints(eqn, found, global_mesh)

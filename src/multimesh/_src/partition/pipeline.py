@@ -19,6 +19,7 @@ from multimesh._src.partition.assign.sums import regroup_sums
 from multimesh._src.partition.backward import Numbers
 from multimesh._src.partition.batches import Batch, store_microbatch_major
 from multimesh._src.partition.dedupe import deduplicate
+from multimesh._src.partition.effects import check_effect_order, check_effects
 from multimesh._src.partition.emit import emit
 from multimesh._src.partition.events import Runs, walk
 from multimesh._src.partition.fuse import fuse_runs
@@ -193,6 +194,8 @@ def _cut(driver: _Driver, placed: _Placed) -> _Cut:
         lambda loop, found: runs_halves(found, loop.length, driver.schedule_of(loop)),
         numbers,
     )
+    # Once it is known where effects run: several submeshes cannot keep them in order.
+    check_effects(steps, submeshes)
     # Equal bodies are found when constraints are in axes of submeshes and bodies are final.
     steps = deduplicate(steps)
     pipelines = {
@@ -247,7 +250,10 @@ def _order(
     def runs_of(loop: LoopNode) -> Runs | None:
         if loop.index not in pipelines:
             return None
-        return scheduled_runs(pipelines[loop.index], schedules[loop.index])
+        simulation = schedules[loop.index]
+        runs = scheduled_runs(pipelines[loop.index], simulation)
+        check_effect_order(loop, runs, simulation.schedule.name, cut.submeshes)
+        return runs
 
     events, results = walk(cut.steps, program.results, cut.submeshes, runs_of)
     # Copies stand where the order needs them, so the plan is written last.
