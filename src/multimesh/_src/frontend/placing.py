@@ -194,7 +194,7 @@ def trace_typed(
         return trace_on(mesh)
     except MultiMeshError:
         raise
-    except (ValueError, TypeError) as error:
+    except Exception as error:
         if not plain_types.is_about_types(error):
             raise
         axes = ", ".join(f"`{axis}`={size}" for axis, size in mesh.shape.items())

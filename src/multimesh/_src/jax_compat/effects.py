@@ -1,13 +1,14 @@
-"""Ordered effects: reading them, and letting `jax.debug` run on several devices.
+"""Effects and callbacks: reading them, naming them, letting `jax.debug` run on several devices.
 
-    debug_callback[effect=OrderedDebug callback=f] x     ->    io_callback[ordered=True callback=f] x
+    debug_callback[effect=OrderedDebug callback=f] x     ->    io_callback[ordered=True callback=..] x
 
 JAX lowers the ordered effects of `jax.debug.print` and `jax.debug.callback` for one device only,
 those of `io_callback` for any number. So the first are traced as the second; `ordered_effects`
 still tells them apart.
 
 Checked on jax 0.10.2, 0.11.2 and 0.12.0.1. Private names: `jax._src.effects.ordered_effects`; the
-params `callback` and `effect` of `debug_callback`; `callback.callback_func` of `io_callback`.
+primitives `debug_callback` and `debug_print` with their `impl`; the param `callback` of theirs and
+of `io_callback`, and its `callback_func`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,17 +19,47 @@ from jax._src import effects
 from jax.experimental import io_callback
 from jax.extend.core import JaxprEqn
 
+from multimesh._src.errors import ExecutionError
 from multimesh._src.jax_compat import jaxprs
 
 
-class _DebugCallback:
-    """A callback of `jax.debug`, so that it can be told from one of `io_callback`."""
+_DEBUG = frozenset(("debug_callback", "debug_print"))
+_CALLBACKS = frozenset(("debug_callback", "io_callback", "pure_callback"))
 
-    def __init__(self, callback: Callable[..., Any]) -> None:
-        self._callback = callback
+
+class _DebugCallback:
+    """What an equation of `jax.debug` does, so that it can be told from an `io_callback`."""
+
+    def __init__(self, eqn: JaxprEqn) -> None:
+        self._do: Any = eqn.primitive.impl
+        self._params = dict(eqn.params)
 
     def __call__(self, *args: Any) -> None:
-        self._callback(*args)
+        self._do(*args, **self._params)
+
+
+class _NamedCallback:
+    """A callback that says in which task it failed: programs may fail long after they are called."""
+
+    def __init__(self, callback: Callable[..., Any], task: str) -> None:
+        self.callback_func = getattr(callback, "callback_func", None)
+        self._callback = callback
+        self._task = task
+
+    def __call__(self, *args: Any) -> Any:
+        try:
+            return self._callback(*args)
+        except Exception as error:
+            what = f"a Python callback inside it raised `{type(error).__name__}: {error}`."
+            raise ExecutionError(f"The task `{self._task}` failed: {what}") from error
+
+
+def name_callbacks(eqn: JaxprEqn, task: str) -> JaxprEqn:
+    """Returns an equation whose Python callback, if it has one, names the task where it fails."""
+    callback = eqn.params.get("callback")
+    if not callable(callback) or eqn.primitive.name not in _CALLBACKS:
+        return eqn
+    return eqn.replace(params={**eqn.params, "callback": _NamedCallback(callback, task)})
 
 
 def ordered_effects(eqns: Sequence[JaxprEqn]) -> Iterator[tuple[str, JaxprEqn]]:
@@ -56,9 +87,9 @@ def _kind(eqn: JaxprEqn) -> str:
 
 def on_any_devices(eqn: JaxprEqn) -> JaxprEqn:
     """Returns an equation that may run on several devices in place of one that may not."""
-    if eqn.primitive.name != "debug_callback" or not _is_ordered(eqn):
+    if eqn.primitive.name not in _DEBUG or not _is_ordered(eqn):
         return eqn
-    callback = _DebugCallback(eqn.params["callback"])
+    callback = _DebugCallback(eqn)
 
     def call(*args: Any) -> Any:
         return io_callback(callback, None, *args, ordered=True)

@@ -15,7 +15,8 @@ from multimesh._src.ir.body import make_body
 from multimesh._src.ir.flat import Equation, FlatProgram, Lit, Loop, Operand, Step, Var
 from multimesh._src.ir.program import Kind, LoopNode, ProgramStep, TaskNode
 from multimesh._src.ir.submesh import Submesh
-from multimesh._src.jax_compat import name_stack
+from multimesh._src.jax_compat import jaxprs, name_stack
+from multimesh._src.jax_compat.effects import name_callbacks
 from multimesh._src.partition.constraints import resolve_constraints
 from multimesh._src.partition.split.acyclic import split_acyclic
 from multimesh._src.partition.split.groups import Group, group_equations
@@ -123,6 +124,7 @@ class Splitter:
         outputs: Sequence[Var],
     ) -> ClosedJaxpr:
         body = make_body(equations, inputs, outputs, self.program.avals)
+        body = jaxprs.map_eqns(body, lambda eqn: name_callbacks(eqn, group.name))
         mesh = self.submeshes[group.submesh].mesh
         pairs = group.pairs
         if pairs is None:
