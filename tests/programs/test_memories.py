@@ -178,5 +178,3 @@ def test_a_memory_that_devices_lack():
     with pytest.raises(ShardingError, match="`tape`; theirs are `device`, `pinned_host`") as caught:
         resolve_constraints(closed, (), GLOBAL, "task `layer0`")
     assert "test_memories.py" in str(caught.value)
-
-

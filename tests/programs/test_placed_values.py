@@ -39,7 +39,9 @@ PUTS = {
     "options": lambda x: jax.device_put(x, OTHER, src=STAGE_1, donate=True, may_alias=False),
     "tree": lambda x: jax.device_put({"a": x, "b": [x * 2]}, {"a": OTHER, "b": None})["a"],
     "one for all": lambda x: jax.device_put((x, x * 2), OTHER)[0],
-    "memory": lambda x: jax.device_put(jax.device_put(x, jax.memory.Space.Host), jax.memory.Space.Device),
+    "memory": lambda x: jax.device_put(
+        jax.device_put(x, jax.memory.Space.Host), jax.memory.Space.Device
+    ),
     "sharded memory": lambda x: with_sharding_constraint(
         lax.with_sharding_constraint(x, ON_HOST), NamedSharding(GLOBAL, P("data"))
     ),
@@ -114,9 +116,9 @@ def test_under_vmap_and_jvp():
     mapped = run(jax.vmap(fun, (None, 0)), weights(2), xs)
     assert_close(mapped, jax.jit(jax.vmap(plain, (None, 0)))(weights(2), xs))
     tangents = run(lambda p, x: jax.jvp(lambda x: fun(p, x), (x,), (x,)), weights(2), X)
-    assert_close(tangents, jax.jit(lambda p, x: jax.jvp(lambda x: plain(p, x), (x,), (x,)))(
-        weights(2), X
-    ))
+    assert_close(
+        tangents, jax.jit(lambda p, x: jax.jvp(lambda x: plain(p, x), (x,), (x,)))(weights(2), X)
+    )
 
 
 # --- errors --------------------------------------------------------------------------------------

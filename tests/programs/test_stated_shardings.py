@@ -32,9 +32,7 @@ TYPED = {
     "explicit_axes": lambda x: jax.sharding.explicit_axes(
         lambda y: y * 1.0, axes="data", in_sharding=P("data")
     )(x),
-    "reshard": lambda x: jax.sharding.reshard(
-        jnp.dot(x, jnp.eye(4), out_sharding=P("data")), P()
-    ),
+    "reshard": lambda x: jax.sharding.reshard(jnp.dot(x, jnp.eye(4), out_sharding=P("data")), P()),
 }
 
 
