@@ -320,9 +320,9 @@ def test_a_call_that_fails_names_its_task(kind, ordered):
 
 def test_a_failed_call_is_named_by_the_step_that_meets_it():
     error = RuntimeError("INTERNAL: error calling callback: x.py\nE.ExecutionError: The task `a`")
-    with pytest.raises(ExecutionError, match="^The task `a`$"):
+    with pytest.raises(ExecutionError, match=r"^The task `a`$"):
         run_steps([(failing_with(error), lambda slots: slots, (), (), "task `b`")], [])
-    with pytest.raises(ExecutionError, match="^The task `b` failed: out of memory$"):
+    with pytest.raises(ExecutionError, match=r"^The task `b` failed: out of memory$"):
         run_steps([(failing_with(RuntimeError("out of memory")), list, (), (), "task `b`")], [])
 
 

@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.ad_checkpoint import checkpoint_name
-
 from jax.sharding import NamedSharding, PartitionSpec as P, SingleDeviceSharding
 
 from multimesh._src.errors import ShardingError

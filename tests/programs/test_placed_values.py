@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.experimental.layout import Format, Layout
-
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P, SingleDeviceSharding
 
 from multimesh._src.errors import ShardingError

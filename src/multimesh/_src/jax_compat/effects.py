@@ -1,6 +1,6 @@
 """Effects and callbacks: reading them, naming them, letting `jax.debug` run on several devices.
 
-    debug_callback[effect=OrderedDebug callback=f] x     ->    io_callback[ordered=True callback=..] x
+    debug_callback[effect=OrderedDebug callback=f] x    ->    io_callback[ordered=True callback=.] x
 
 JAX lowers the ordered effects of `jax.debug.print` and `jax.debug.callback` for one device only,
 those of `io_callback` for any number. So the first are traced as the second; `ordered_effects`
@@ -22,7 +22,6 @@ from jax.extend.core import JaxprEqn
 from multimesh._src.errors import ExecutionError
 from multimesh._src.jax_compat import jaxprs
 
-
 _DEBUG = frozenset(("debug_callback", "debug_print"))
 _CALLBACKS = frozenset(("debug_callback", "io_callback", "pure_callback"))
 
@@ -39,7 +38,7 @@ class _DebugCallback:
 
 
 class _NamedCallback:
-    """A callback that says in which task it failed: programs may fail long after they are called."""
+    """A callback that says in which task it failed, be it long after the task was called."""
 
     def __init__(self, callback: Callable[..., Any], task: str) -> None:
         self.callback_func = getattr(callback, "callback_func", None)

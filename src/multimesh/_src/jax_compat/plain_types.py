@@ -1,7 +1,7 @@
 """Takes meshes and memories out of the types of a jaxpr.
 
-    b:f32[8@data,4] = dot_general[out_sharding=P('data')] a w        b:f32[8,4] = dot_general a w
-    c:f32<host>[8] = device_put[devices=(Space.Host,)] b       ->    c:f32[8] = <what `rewrite` says>
+    b:f32[8@data,4] = dot_general[out_sharding=P('data')] a w       b:f32[8,4] = dot_general a w
+    c:f32<host>[8] = device_put[devices=(Space.Host,)] b      ->    c:f32[8] = <what `rewrite` says>
 
 Such types come from `out_sharding=`, from traces that JAX has cached and from remat policies that
 offload. Types inside `shard_map`, whose meshes have manual axes, stay.
