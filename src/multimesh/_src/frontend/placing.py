@@ -215,7 +215,7 @@ def trace_typed(
 
 
 def absorb_placements(jaxpr: ClosedJaxpr, global_mesh: Mesh | None) -> ClosedJaxpr:
-    """Turns JAX's own placements into constraints and types with meshes or memories into plain ones.
+    """Turns JAX's own placements into constraints, and makes all types plain.
 
     They stand in traces that JAX has cached, in what it makes itself (remat policies that offload)
     and in programs that state shardings in their types.
