@@ -131,6 +131,73 @@ def test_in_shardings_in_host_memory():
     assert_close(step(weights(2), X), jax.jit(fun)(weights(2), X))
 
 
+def on_one_host():
+    return SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
+
+
+def test_scalars_small_arrays_and_what_passes_through_stay_in_host_memory():
+    def step(state, batch):
+        params, count, table, means = state
+        params, value = train(same)(params, batch)
+        return (params, count + 1, table, means * 0.5 + params[0][0, :3] + params[1][0, :3]), value
+
+    kept = jnp.float32(0), jnp.ones((8, 8)), jnp.ones(3)
+    params, *others = run(step, (weights(2), *jax.device_put(kept, on_one_host())), (X, Y))[0]
+    assert {memory_of(w) for w in params} == {"device"}
+    assert [memory_of(x) for x in others] == ["pinned_host"] * 3
+    assert float(others[0]) == 1
+
+
+def test_arrays_that_a_function_closes_over():
+    table = jax.device_put(jnp.ones((8, 4)), on_one_host())
+    result = run(forward(lambda x: x + table), weights(2), X)
+    assert memory_of(result) == "device"
+    assert_close(result, jax.jit(forward(lambda x: x + 1))(weights(2), X))
+
+
+def test_a_batch_in_host_memory():
+    batch = jax.device_put(X, on_one_host()), jax.device_put(Y, ON_HOST)
+    with pipeline(2, 2):
+        step = mjit(train(same, 2))
+    before = counters.traces
+    results = [step(weights(2), batch) for _ in range(3)]
+    assert counters.traces - before == 1
+    assert_close(results[2], jax.jit(train(same))(weights(2), (X, Y)))
+
+
+def test_eager_gradients():
+    def loss(params, x):
+        return forward(same)(params, x).sum()
+
+    with pipeline(2, 2):
+        step = mjit(loss)
+    hosted = [jax.device_put(w, on_stage(stage)) for stage, w in enumerate(weights(2))]
+    grads = jax.grad(step)(hosted, X)
+    assert [memory_of(g) for g in grads] == ["pinned_host"] * 2, "as plain JAX gives them"
+    assert_close(grads, jax.jit(jax.grad(loss))(weights(2), X))
+
+
+@pytest.mark.parametrize("scoped", [True, False])
+def test_a_value_carried_in_host_memory(scoped):
+    def body(params):
+        def step(x, _):
+            x = jax.device_put(x, jax.memory.Space.Device)
+            for number in range(1 if scoped else 2):
+                with layer(number):
+                    x = jnp.tanh(x @ params[number])
+            return jax.device_put(x, jax.memory.Space.Host), None
+
+        return step
+
+    def fun(params, x):
+        hosted = jax.device_put(x, jax.memory.Space.Host)
+        x, _ = jax.lax.scan(body(params), hosted, None, length=3)
+        with layer(1):
+            return jax.device_put(x, jax.memory.Space.Device) @ params[1]
+
+    assert_close(run(fun, weights(2), X), jax.jit(fun)(weights(2), X))
+
+
 OFFLOAD = jax.checkpoint_policies.save_and_offload_only_these_names(
     names_which_can_be_saved=[],
     names_which_can_be_offloaded=["hidden"],

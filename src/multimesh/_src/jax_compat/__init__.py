@@ -76,7 +76,7 @@ ENTRIES = (
             "params of debug_callback and io_callback",
         ),
         versions=_ALL,
-        without="nothing works: programs cannot be read",
+        without="ordered effects are told by the names of their classes",
     ),
     Entry(
         file="jaxprs.py",
@@ -126,7 +126,6 @@ ENTRIES = (
         names=(
             "jax._src.core.ShapedArray with sharding and memory_space",
             "jax._src.core.JaxprEqnContext with cur_abstract_mesh and manager",
-            "jax._src.interpreters.partial_eval.make_jaxpr_effects",
         ),
         versions=_ALL,
         without="programs cannot state shardings in their types, nor offload by a remat policy",

@@ -8,19 +8,24 @@ still tells them apart.
 
 Checked on jax 0.10.2, 0.11.2 and 0.12.0.1. Private names: `jax._src.effects.ordered_effects`; the
 primitives `debug_callback` and `debug_print` with their `impl`; the param `callback` of theirs and
-of `io_callback`, and its `callback_func`.
+of `io_callback`, and its `callback_func`. Without the first, effects are told by their names.
 """
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-from jax._src import effects
 from jax.experimental import io_callback
 from jax.extend.core import JaxprEqn
 
 from multimesh._src.errors import ExecutionError
-from multimesh._src.jax_compat import jaxprs
+from multimesh._src.jax_compat import jaxprs, private
+
+effects: Any = None
+if private.ALLOWED:
+    with contextlib.suppress(ImportError):
+        from jax._src import effects
 
 _DEBUG = frozenset(("debug_callback", "debug_print"))
 _CALLBACKS = frozenset(("debug_callback", "io_callback", "pure_callback"))
@@ -74,7 +79,12 @@ def ordered_effects(eqns: Sequence[JaxprEqn]) -> Iterator[tuple[str, JaxprEqn]]:
 
 
 def _is_ordered(eqn: JaxprEqn) -> bool:
-    return bool(eqn.effects) and any(map(effects.ordered_effects.contains, eqn.effects))
+    return any(
+        type(effect).__name__.startswith("Ordered")
+        if effects is None
+        else effects.ordered_effects.contains(effect)
+        for effect in eqn.effects
+    )
 
 
 def _kind(eqn: JaxprEqn) -> str:

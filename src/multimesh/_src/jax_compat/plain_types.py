@@ -8,18 +8,22 @@ offload. Types inside `shard_map`, whose meshes have manual axes, stay.
 
 Checked on jax 0.10.2, 0.11.2 and 0.12.0.1. Private names: `jax._src.core.ShapedArray` with
 `sharding` and `memory_space`; `jax._src.core.JaxprEqnContext` with `cur_abstract_mesh` and
-`manager`.
+`manager`. Without them types stay as they are.
 """
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jax._src import core
-from jax._src.interpreters import partial_eval
 from jax.extend.core import JaxprEqn
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, use_abstract_mesh
 
-from multimesh._src.jax_compat import jaxprs
+from multimesh._src.jax_compat import jaxprs, private
+
+core: Any = None
+if private.ALLOWED:
+    with contextlib.suppress(ImportError):
+        from jax._src import core
 
 _SHARDING_PARAMS = ("out_sharding", "sharding")
 _MISSING_MESH = (
@@ -53,7 +57,7 @@ def stated_spec(eqn: JaxprEqn, position: int) -> Any:
 def plain_type(aval: Any) -> Any:
     """Returns an aval without mesh and memory; itself where it has neither."""
     sharding = getattr(aval, "sharding", None)
-    if sharding is None or not isinstance(aval, core.ShapedArray):
+    if core is None or sharding is None or not isinstance(aval, core.ShapedArray):
         return aval
     if getattr(sharding.mesh, "manual_axes", ()):
         return aval
@@ -89,7 +93,7 @@ def _plain_equation(eqn: JaxprEqn) -> JaxprEqn:
     if stated and eqn.primitive.name not in ("sharding_constraint", "shard_map"):
         eqn = eqn.replace(params={**params, **dict.fromkeys(stated)})
     mesh = getattr(eqn.ctx, "cur_abstract_mesh", None)
-    if mesh is None or mesh.empty or mesh.manual_axes:
+    if core is None or mesh is None or mesh.empty or mesh.manual_axes:
         return eqn
     with eqn.ctx.manager, use_abstract_mesh(_NO_MESH):
         return eqn.replace(ctx=core.JaxprEqnContext())
@@ -140,7 +144,7 @@ def _rebuild(
     if not _differ(eqns, jaxpr.eqns) and not any(map(_differ, new_ends, ends)):
         return closed
     constvars, invars, outvars = new_ends
-    effects = partial_eval.make_jaxpr_effects(constvars, invars, outvars, eqns)
+    effects = jaxprs.effects_of(constvars, invars, outvars, eqns)
     parts = {"constvars": constvars, "invars": invars, "outvars": outvars, "eqns": eqns}
     if closed is jaxpr and jaxprs.consts_of(closed):  # one class from 0.11
         return jaxpr.replace(**parts, effects=effects, consts=list(jaxprs.consts_of(closed)))

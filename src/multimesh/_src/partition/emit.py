@@ -82,6 +82,11 @@ class Emitter:
         """Where an argument lies."""
         return (*self.place_on(var, submesh)[:2], self.program.memory.get(var))
 
+    def anywhere(self, item: Item) -> Place:
+        """Where a result is taken that no task makes or reads."""
+        memory = self.program.memory.get(item.var) if isinstance(item, Instance) else None
+        return EVERYWHERE, PartitionSpec(), memory
+
     def sharding(self, place: Place) -> NamedSharding:
         """One object for a place: the slots of a plan are compared by their shardings often."""
         if place not in self.shardings:
@@ -226,7 +231,7 @@ def emit(
     outputs: list[Slot] = []
     for item, place in results:
         if place is None:
-            place = emitter.places.get(_key(item), [(EVERYWHERE, PartitionSpec(), None)])[0]
+            place = emitter.places.get(_key(item), [emitter.anywhere(item)])[0]
         outputs.append(emitter.provide(item, place, copies))
     emitter.flush(copies)
     inputs = tuple(
