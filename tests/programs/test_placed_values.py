@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P, SingleDeviceSh
 
 from multimesh._src.errors import ShardingError
 from multimesh.jax import Context, MultiMesh, mjit, with_sharding_constraint
-from tests.programs.plainly import assert_close, normal, pipeline, weights
+from tests.programs.plainly import assert_close, layer, normal, pipeline, weights
 from tests.programs.stepped import X, Y, check_by_oracle, devices_of, forward, same, train
 
 MULTI = pipeline(2, 2)
@@ -91,6 +91,28 @@ def test_a_constant_is_put():
         )
 
 
+def test_a_value_is_put_inside_loops_and_remat():
+    def fun(params, x):
+        def step(x, w):
+            return jax.device_put(jnp.tanh(x @ w), OTHER) * 2, None
+
+        with layer(0):
+            x, _ = lax.scan(step, x, jnp.stack(params))
+        with layer(1):
+            return jax.checkpoint(lambda x: jnp.sin(jax.device_put(x, OTHER)))(x)
+
+    def plain(params, x):
+        for w in params:
+            x = jnp.tanh(x @ w) * 2
+        return jnp.sin(x)
+
+    def gradients(fun):
+        return lambda params, x: jax.value_and_grad(lambda p: fun(p, x).sum())(params)
+
+    for ours, theirs in ((fun, plain), (gradients(fun), gradients(plain))):
+        assert_close(run(ours, weights(2), X), jax.jit(theirs)(weights(2), X))
+
+
 def test_placed_by_hand_alone():
     fun = run(lambda x: jax.device_put(x * 2, OTHER) + 1, X, multi=MultiMesh(global_mesh=GLOBAL))
     assert devices_of(fun) == [6, 7]
@@ -147,6 +169,19 @@ def test_a_spec_that_is_too_long():
 def test_a_spec_without_a_global_mesh():
     text = error_of(lambda x: jax.device_put(x, P("data")), Context())
     assert "no global mesh" in text
+
+
+def test_a_value_that_is_put_elsewhere_inside_a_while_loop():
+    def put(x):
+        def step(state):
+            number, x = state
+            return number + 1, jax.device_put(x, OTHER) * 2
+
+        return lax.while_loop(lambda state: state[1].sum() < 1e6, step, (0, jnp.abs(x) + 1))[1]
+
+    text = error_of(put)
+    assert "put on devices 6-7" in text
+    assert "test_placed_values.py:" in text and "before the branch or loop" in text
 
 
 def test_an_axis_that_does_not_divide_on_a_submesh():

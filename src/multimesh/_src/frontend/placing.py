@@ -226,7 +226,7 @@ def absorb_placements(jaxpr: ClosedJaxpr, global_mesh: Mesh | None) -> ClosedJax
         found = placements.targets(eqn)
         if found is not None:
             return _as_constraints(eqn, found, global_mesh)
-        specs = [plain_types.stated_spec(eqn, i) for i in range(len(eqn.outvars))]
+        specs = plain_types.stated_specs(eqn)
         return [eqn] if not any(specs) else _with_constraints(eqn, specs)
 
     return plain_types.plainly_typed(jaxpr, rewrite)

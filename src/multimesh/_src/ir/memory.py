@@ -19,8 +19,8 @@ def special_memory(sharding: Any) -> str | None:
     kind = sharding.memory_kind
     if isinstance(getattr(sharding, "mesh", None), AbstractMesh):
         return None if kind == "device" else kind
-    device: Any = next(iter(sharding.device_set))
-    return None if kind == device.default_memory().kind else kind
+    devices: Any = sharding.device_set
+    return None if kind == next(iter(devices)).default_memory().kind else kind
 
 
 def memory_kinds(device: Any) -> tuple[str, ...]:

@@ -45,13 +45,12 @@ def is_about_types(error: Exception) -> bool:
     return "hard" in type(error).__name__ or "shard" in str(error) or "mesh" in str(error)
 
 
-def stated_spec(eqn: JaxprEqn, position: int) -> Any:
-    """The spec that an operation states in the type of a result (`out_sharding=`); None if none."""
-    sharding = _type_sharding(eqn.outvars[position].aval)
-    states = any(_on_abstract_mesh(eqn.params.get(name)) for name in _SHARDING_PARAMS)
-    if sharding is None or not states or not any(sharding.spec):
-        return None
-    return sharding.spec
+def stated_specs(eqn: JaxprEqn) -> tuple[Any, ...]:
+    """The specs that an operation states in the types of its results (`out_sharding=`), or None."""
+    if not any(_on_abstract_mesh(eqn.params.get(name)) for name in _SHARDING_PARAMS):
+        return ()
+    found = (_type_sharding(var.aval) for var in eqn.outvars)
+    return tuple(None if s is None or not any(s.spec) else s.spec for s in found)
 
 
 def plain_type(aval: Any) -> Any:
@@ -121,6 +120,33 @@ def _rebuild(
     closed: Any, visit: Callable[[Any], Any], rewrite: Callable[[JaxprEqn], Sequence[JaxprEqn]]
 ) -> Any:
     jaxpr = jaxprs.open_jaxpr(closed)
+    plain = _renaming(jaxpr)
+    eqns: list[JaxprEqn] = []
+    for eqn in jaxpr.eqns:
+        for new in rewrite(jaxprs.map_sub_jaxprs(eqn, visit)):
+            new = _plain_equation(new)
+            ins, outs = plain(new.invars), plain(new.outvars)
+            if ins is not new.invars or outs is not new.outvars:
+                new = jaxprs.replace_eqn(new, invars=ins, outvars=outs)
+            eqns.append(new)
+    ends = {name: getattr(jaxpr, name) for name in ("constvars", "invars", "outvars")}
+    parts = {name: plain(atoms) for name, atoms in ends.items()}
+    if not _differ(eqns, jaxpr.eqns) and all(parts[name] is ends[name] for name in ends):
+        return closed
+    effects = jaxprs.effects_of(*parts.values(), eqns)
+    parts |= {"eqns": eqns, "effects": effects}
+    if closed is jaxpr and jaxprs.consts_of(closed):  # one class from 0.11
+        return jaxpr.replace(**parts, consts=list(jaxprs.consts_of(closed)))
+    opened = jaxpr.replace(**parts)
+    return opened if closed is jaxpr else jaxprs.close(opened, jaxprs.consts_of(closed))
+
+
+def _renaming(jaxpr: Any) -> Callable[[Any], Any]:
+    """Returns a function that gives lists of atoms plain types; the same list if all are plain."""
+    made = (var for eqn in jaxpr.eqns for var in eqn.outvars)
+    avals = {id(var.aval): var.aval for var in (*jaxpr.constvars, *jaxpr.invars, *made)}
+    if all(plain_type(aval) is aval for aval in avals.values()):
+        return lambda atoms: atoms
     env: dict[Any, Any] = {}
 
     def plain(atom: Any) -> Any:
@@ -131,25 +157,7 @@ def _rebuild(
             env[atom] = atom if aval is atom.aval else jaxprs.new_var(aval)
         return env[atom]
 
-    eqns: list[JaxprEqn] = []
-    for eqn in jaxpr.eqns:
-        for new in rewrite(jaxprs.map_sub_jaxprs(eqn, visit)):
-            ins, outs = [*map(plain, new.invars)], [*map(plain, new.outvars)]
-            new = _plain_equation(new)
-            if _differ(ins, new.invars) or _differ(outs, new.outvars):
-                new = jaxprs.replace_eqn(new, invars=ins, outvars=outs)
-            eqns.append(new)
-    ends = [jaxpr.constvars, jaxpr.invars, jaxpr.outvars]
-    new_ends = [[*map(plain, atoms)] for atoms in ends]
-    if not _differ(eqns, jaxpr.eqns) and not any(map(_differ, new_ends, ends)):
-        return closed
-    constvars, invars, outvars = new_ends
-    effects = jaxprs.effects_of(constvars, invars, outvars, eqns)
-    parts = {"constvars": constvars, "invars": invars, "outvars": outvars, "eqns": eqns}
-    if closed is jaxpr and jaxprs.consts_of(closed):  # one class from 0.11
-        return jaxpr.replace(**parts, effects=effects, consts=list(jaxprs.consts_of(closed)))
-    opened = jaxpr.replace(**parts, effects=effects)
-    return opened if closed is jaxpr else jaxprs.close(opened, jaxprs.consts_of(closed))
+    return lambda atoms: [*map(plain, atoms)]
 
 
 def _differ(new: Sequence[Any], old: Sequence[Any]) -> bool:
