@@ -21,7 +21,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, use_a
 
 from multimesh._src.config import Settings
 from multimesh._src.errors import TraceError, message
-from multimesh._src.frontend import arguments as arguments_lib, logical, placing, scopes
+from multimesh._src.frontend import arguments as arguments_lib, logical, placing, scopes, stated
 from multimesh._src.frontend.arguments import ArgumentSpec, NamedArgument, Statics
 from multimesh._src.frontend.batches import MicrobatchedArray
 from multimesh._src.frontend.matching import Matcher
@@ -153,11 +153,11 @@ def trace_plainly(
             result = jax.jit(traced).trace(*plain_args, **plain_kwargs)
             return result, jit_hook.closed_over_tracers(result)
 
-    result, closed_over = placing.trace_typed(traced_on, name, global_mesh)
+    result, closed_over = stated.trace_typed(traced_on, name, global_mesh)
     out_paths = jax.tree_util.tree_leaves_with_path(result.out_info)
     return PlainTrace(
         name=name,
-        jaxpr=placing.absorb_placements(
+        jaxpr=stated.absorb_placements(
             logical.absorb_constraints(result.jaxpr, global_mesh), global_mesh
         ),
         out_tree=jax.tree.structure(result.out_info),

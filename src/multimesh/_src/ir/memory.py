@@ -9,18 +9,18 @@ the default memory, into which a value is moved like into another layout.
 
 from typing import Any
 
-from jax.sharding import AbstractMesh, Sharding
+from jax.sharding import AbstractMesh
 
 
 def special_memory(sharding: Any) -> str | None:
     """The memory kind of a sharding; None for the default memory, and for no sharding."""
-    if not isinstance(sharding, Sharding) or sharding.memory_kind is None:
+    kind: str | None = getattr(sharding, "memory_kind", None)
+    if kind is None:
         return None
-    kind = sharding.memory_kind
     if isinstance(getattr(sharding, "mesh", None), AbstractMesh):
         return None if kind == "device" else kind
-    devices: Any = sharding.device_set
-    return None if kind == next(iter(devices)).default_memory().kind else kind
+    device: Any = next(iter(sharding.device_set))
+    return None if kind == device.default_memory().kind else kind
 
 
 def memory_kinds(device: Any) -> tuple[str, ...]:

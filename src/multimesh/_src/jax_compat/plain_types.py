@@ -133,7 +133,7 @@ def _rebuild(
     parts = {name: plain(atoms) for name, atoms in ends.items()}
     if not _differ(eqns, jaxpr.eqns) and all(parts[name] is ends[name] for name in ends):
         return closed
-    effects = jaxprs.effects_of(*parts.values(), eqns)
+    effects = jaxprs.effects_of(parts["constvars"], parts["invars"], parts["outvars"], eqns)
     parts |= {"eqns": eqns, "effects": effects}
     if closed is jaxpr and jaxprs.consts_of(closed):  # one class from 0.11
         return jaxpr.replace(**parts, consts=list(jaxprs.consts_of(closed)))
