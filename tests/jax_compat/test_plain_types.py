@@ -28,7 +28,7 @@ def test_a_plain_jaxpr_is_returned_itself():
 
 
 def stated(x):
-    x = jnp.dot(x, jnp.eye(4, dtype=np.float32), out_sharding=P("data", "model"))
+    x = jnp.dot(x, np.eye(4, dtype=np.float32), out_sharding=P("data", "model"))
     return jax.jit(looped)(x) * 2
 
 

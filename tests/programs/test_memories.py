@@ -162,7 +162,7 @@ def test_a_batch_in_host_memory():
     before = counters.traces
     results = [step(weights(2), batch) for _ in range(3)]
     assert counters.traces - before == 1
-    assert_close(results[2], jax.jit(train(same))(weights(2), (X, Y)))
+    assert_close(results[2], jax.jit(train(same, 2))(weights(2), (X, Y)))
 
 
 def test_eager_gradients():
