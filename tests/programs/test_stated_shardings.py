@@ -56,6 +56,27 @@ def test_programs_that_state_shardings_in_types(name, make, size):
     check_by_oracle(multi, step, weights(2), (X, Y), plain=plain, steps=2)
 
 
+def nested(dot):
+    """Sharded products, and jits inside, in a scan, a branch and a remat region."""
+
+    def between(x):
+        def body(x, _):
+            return jnp.where(x > 0, jnp.tanh(dot(x)), x), None
+
+        x, _ = lax.scan(body, dot(x), None, length=2)
+        x = lax.cond(x.sum() > 0, lambda x: jnp.clip(x, -1, 1), lambda x: x * 2, x)
+        return jax.checkpoint(lambda x: jnp.where(x > 0, x, jnp.sin(dot(x))))(x)
+
+    return between
+
+
+@pytest.mark.parametrize("size", [0, 2])
+def test_shardings_stated_inside_control_flow(size):
+    plain = train(nested(lambda x: jnp.einsum("ij,jk->ik", x, jnp.eye(4))), size)
+    step = train(nested(TYPED["einsum"]), size)
+    check_by_oracle(pipeline(2, 2), step, weights(2), (X, Y), plain=plain, steps=1)
+
+
 def test_a_stated_sharding_is_kept():
     result = run(lambda p, x: TYPED["einsum"](forward(same)(p, x)))
     assert result.sharding.spec == P("data", None)

@@ -31,6 +31,7 @@ _MISSING_MESH = (
     "Context mesh cannot be empty",
     "axis names that are of type Auto",
 )
+_JIT_MESH = "ctx_mesh"  # a param of jit
 _NO_MESH = AbstractMesh((), (), axis_types=())
 
 
@@ -86,16 +87,22 @@ def _is_outside_manual(value: Any) -> bool:
 
 
 def _plain_equation(eqn: JaxprEqn) -> JaxprEqn:
-    """Takes shardings out of the params of an operation, and meshes out of its context."""
+    """Takes shardings and meshes out of the params of an operation and out of its context."""
     params = eqn.params
     stated = [name for name in _SHARDING_PARAMS if _is_outside_manual(params.get(name))]
     if stated and eqn.primitive.name not in ("sharding_constraint", "shard_map"):
         eqn = eqn.replace(params={**params, **dict.fromkeys(stated)})
-    mesh = getattr(eqn.ctx, "cur_abstract_mesh", None)
-    if core is None or mesh is None or mesh.empty or mesh.manual_axes:
+    if _is_set(params.get(_JIT_MESH)):
+        eqn = eqn.replace(params={**eqn.params, _JIT_MESH: _NO_MESH})
+    if core is None or not _is_set(getattr(eqn.ctx, "cur_abstract_mesh", None)):
         return eqn
     with eqn.ctx.manager, use_abstract_mesh(_NO_MESH):
         return eqn.replace(ctx=core.JaxprEqnContext())
+
+
+def _is_set(mesh: Any) -> bool:
+    """Whether a mesh is that of a program that states shardings, and not one of `shard_map`."""
+    return mesh is not None and not mesh.empty and not mesh.manual_axes
 
 
 def plainly_typed(jaxpr: Any, rewrite: Callable[[JaxprEqn], Sequence[JaxprEqn]]) -> Any:
