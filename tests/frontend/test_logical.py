@@ -110,7 +110,8 @@ def multi_mesh():
 
 def test_inside_a_multi_mesh_names_are_logical(multi_mesh):
     (params,) = constraints(lambda x: with_sharding_constraint(x, P("batch")), X)
-    assert params == {"dims": (B, ()), "kind": "logical", "memory_kind": None, "mesh": None}
+    said = {"dims": (B, ()), "kind": "logical"}
+    assert params == {**said, "memory_kind": None, "mesh": None, "put": False}
 
 
 def test_autoshard_makes_names_logical():

@@ -256,12 +256,18 @@ def _constrain_leaf(x: Any, sharding: Any, global_mesh: Mesh | None, name: str) 
     is_array = not isinstance(x, jax.core.Tracer)
     if is_array and isinstance(sharding, jax.sharding.Sharding) and not constraints.is_redirected():
         return constraints.call_original(x, sharding)  # eager: really moves the array
-    params = _params(sharding, jnp.ndim(x), global_mesh, name)
+    params = constraint_params(sharding, jnp.ndim(x), global_mesh, name)
     return bind_constraint(jnp.asarray(x) if is_array else x, **params)
 
 
-def _params(sharding: Any, rank: int, global_mesh: Mesh | None, name: str) -> dict[str, Any]:
-    """Returns the params of the constraint that a spec or sharding asks for."""
+def constraint_params(
+    sharding: Any, rank: int, global_mesh: Mesh | None, name: str
+) -> dict[str, Any]:
+    """Returns the params of the constraint that a spec or sharding asks for.
+
+    Raises:
+        ShardingError: It is none, or does not fit an array of this rank.
+    """
     if sharding is None:
         sharding = PartitionSpec()
     if isinstance(sharding, SingleDeviceSharding):
@@ -302,7 +308,7 @@ def check_spec(sharding: Any, rank: int, name: str) -> None:
     Raises:
         ShardingError: It cannot.
     """
-    _params(sharding, rank, None, name)
+    constraint_params(sharding, rank, None, name)
 
 
 def _checked_dims(spec: PartitionSpec, rank: int, name: str) -> Dims:
@@ -339,9 +345,9 @@ def absorb_constraints(jaxpr: ClosedJaxpr, global_mesh: Mesh | None) -> ClosedJa
         sharding = constraints.sharding_of_constraint(eqn)
         if sharding is None:
             return eqn
-        params = {"memory_kind": None, "mesh": None}
+        params = {"memory_kind": None, "mesh": None, "put": False}
         aval: Any = eqn.invars[0].aval
-        params |= _params(sharding, aval.ndim, global_mesh, "")
+        params |= constraint_params(sharding, aval.ndim, global_mesh, "")
         return jaxprs.replace_eqn(eqn.replace(primitive=constraint_p), params=params)
 
     return jaxprs.map_eqns(jaxpr, absorb)

@@ -7,7 +7,7 @@
 
 Where the arguments lie never enters the jaxpr: it is recorded beside it. While the function is
 traced, no mesh of `jax.set_mesh` is seen (R18), arrays that the function closes over have plain
-types too (R17), and sharding constraints are taken over (`logical.redirect_constraints`).
+types too (R17), and sharding constraints and placements are taken over (`logical`, `placing`).
 """
 
 import contextlib
@@ -18,16 +18,17 @@ from typing import Any
 
 import jax
 from jax.extend.core import ClosedJaxpr
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
 
 from multimesh._src.config import Settings
 from multimesh._src.errors import TraceError, message
-from multimesh._src.frontend import arguments as arguments_lib, logical, scopes
+from multimesh._src.frontend import arguments as arguments_lib, logical, placing, scopes, stated
 from multimesh._src.frontend.arguments import ArgumentSpec, NamedArgument, Statics
 from multimesh._src.frontend.batches import MicrobatchedArray
 from multimesh._src.frontend.matching import Matcher
 from multimesh._src.frontend.succession import ArgumentTree, siblings, successors
 from multimesh._src.frontend.wanted import Wanted, wanted_leaves
+from multimesh._src.ir.memory import special_memory
 from multimesh._src.ir.scope import Scope
 from multimesh._src.jax_compat import avals, jaxprs, jit_hook
 
@@ -37,7 +38,8 @@ class Argument:
     """One flat argument.
 
     `placement` is where a committed array lies. `spec` is the layout that is asked for: by
-    in_shardings, or by an array that lies on the whole global mesh.
+    in_shardings, or by an array that lies on the whole global mesh. `memory_kind` is the memory
+    that it lies in, None for the default one.
     """
 
     name: str
@@ -45,6 +47,7 @@ class Argument:
     placement: NamedSharding | None
     spec: PartitionSpec | None
     donated: bool
+    memory_kind: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,13 +110,19 @@ class PlainTrace:
 
 
 @contextlib.contextmanager
-def our_tracing() -> Iterator[None]:
-    """Within it, in this thread, functions are traced for us; see the module."""
+def our_tracing(typed_on: AbstractMesh | None = None) -> Iterator[None]:
+    """Within it, in this thread, functions are traced for us; see the module.
+
+    Args:
+        typed_on: The mesh whose axes a program may state in its types.
+    """
     with (
         avals.clean_types(),
         avals.arrays_as_consts(),
         avals.no_ambient_mesh(),
         logical.redirect_constraints(),
+        placing.redirect_placements(typed=typed_on is not None),
+        contextlib.nullcontext() if typed_on is None else use_abstract_mesh(typed_on),
     ):
         yield
 
@@ -143,13 +152,19 @@ def trace_plainly(
     if statics != arguments_lib.NO_STATICS:
         traced.__signature__ = inspect.signature(lambda *args, **kwargs: None)
     plain_args, plain_kwargs = jax.tree.map(plain_aval, (tuple(args), dict(kwargs)))
-    with our_tracing():
-        result = jax.jit(traced).trace(*plain_args, **plain_kwargs)
-        closed_over = jit_hook.closed_over_tracers(result)
+
+    def traced_on(mesh: AbstractMesh | None) -> tuple[Any, tuple[Any, ...]]:
+        with our_tracing(mesh):
+            result = jax.jit(traced).trace(*plain_args, **plain_kwargs)
+            return result, jit_hook.closed_over_tracers(result)
+
+    result, closed_over = stated.trace_typed(traced_on, name, global_mesh)
     out_paths = jax.tree_util.tree_leaves_with_path(result.out_info)
     return PlainTrace(
         name=name,
-        jaxpr=logical.absorb_constraints(result.jaxpr, global_mesh),
+        jaxpr=stated.absorb_placements(
+            logical.absorb_constraints(result.jaxpr, global_mesh), global_mesh
+        ),
         out_tree=jax.tree.structure(result.out_info),
         out_names=tuple("result" + jax.tree_util.keystr(path) for path, _ in out_paths),
         closed_over=closed_over,
@@ -309,12 +324,12 @@ def argument(
     name: str, leaf: Any, donated: bool, want: Wanted, global_mesh: Mesh | None
 ) -> Argument:
     """Returns one flat argument; what `want` asks for beats where the array lies."""
-    placement, spec = want.placement, want.spec
+    placement, spec, memory_kind = want.placement, want.spec, want.memory_kind
     if not want.is_given:
-        placement = placement_of(leaf)
+        placement, memory_kind = placement_of(leaf), memory_of(leaf)
     if placement is not None and placement.mesh == global_mesh:
         placement, spec = (None if want.is_given else placement), placement.spec
-    return Argument(name, plain_aval(leaf), placement, spec, donated)
+    return Argument(name, plain_aval(leaf), placement, spec, donated, memory_kind)
 
 
 def placement_of(leaf: Any) -> NamedSharding | None:
@@ -324,6 +339,12 @@ def placement_of(leaf: Any) -> NamedSharding | None:
         committed = getattr(leaf, "committed", True)
         return sharding if committed or sharding.num_devices > 1 else None
     return None
+
+
+def memory_of(leaf: Any) -> str | None:
+    """Returns the memory kind of an array, None where it is the default one or not committed."""
+    is_committed = getattr(leaf, "committed", True)
+    return special_memory(getattr(leaf, "sharding", None)) if is_committed else None
 
 
 def _trees(named: Sequence[NamedArgument]) -> list[ArgumentTree]:

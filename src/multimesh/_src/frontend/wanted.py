@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from multimesh._src.errors import ShardingError, message
+from multimesh._src.ir.memory import special_memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,7 @@ class Wanted:
 
     spec: PartitionSpec | None = None
     placement: NamedSharding | None = None
+    memory_kind: str | None = None  # None: the default memory
 
     @property
     def is_given(self) -> bool:
@@ -34,7 +36,9 @@ class Wanted:
         """The sharding: on the asked-for mesh, else the spec on the global mesh."""
         if self.placement is not None or self.spec is None:
             return self.placement
-        return NamedSharding(global_mesh, self.spec) if global_mesh is not None else None
+        if global_mesh is None:
+            return None
+        return NamedSharding(global_mesh, self.spec, memory_kind=self.memory_kind)
 
 
 def wanted_leaves(
@@ -89,15 +93,15 @@ def _wanted(sharding: Any, global_mesh: Mesh | None, what: str) -> Wanted:
         case PartitionSpec():
             _check_spec(sharding, global_mesh, what)
             return Wanted(sharding)
-        case NamedSharding() if sharding.mesh == global_mesh and sharding.memory_kind is None:
-            return Wanted(sharding.spec)
         case NamedSharding() if isinstance(sharding.mesh, Mesh):
             place = None if sharding.mesh == global_mesh else sharding
-            return Wanted(sharding.spec, place)
+            return Wanted(sharding.spec, place, special_memory(sharding))
         case SingleDeviceSharding():
             (device,) = sharding.device_set
             mesh = Mesh(np.array([device]), ("device",))
-            return Wanted(PartitionSpec(), NamedSharding(mesh, PartitionSpec()))
+            kind = special_memory(sharding)
+            place = NamedSharding(mesh, PartitionSpec(), memory_kind=kind)
+            return Wanted(PartitionSpec(), place, kind)
     raise ShardingError(
         message(
             f"`{what}` has a leaf of type `{type(sharding).__name__}`.",

@@ -15,6 +15,9 @@ open. The kinds:
 - `"resolved"`: names are axes of whatever submesh the body runs on. `with_mesh` names it, and only
   then does the equation lower to a sharding constraint. In every other case it lowers to nothing,
   so a program that leaks into a plain `jax.jit` still computes the same.
+
+A *put* is what `jax.device_put` means in a program. It differs in its transpose only: a cotangent
+goes back to where the operand came from, and is not put to where the result went.
 """
 
 from collections.abc import Callable, Mapping
@@ -32,8 +35,11 @@ Dims: TypeAlias = tuple[Dim, ...]
 Kind: TypeAlias = Literal["logical", "mesh", "resolved"]
 
 
-def _apply(x: Any, *, dims: Dims, kind: Kind, memory_kind: str | None, mesh: Mesh | None) -> Any:
-    if kind != "resolved" or mesh is None:
+def _apply(
+    x: Any, *, dims: Dims, kind: Kind, memory_kind: str | None, mesh: Mesh | None, put: bool
+) -> Any:
+    says_nothing = memory_kind is None and all(dim is UNCONSTRAINED for dim in dims)
+    if kind != "resolved" or mesh is None or says_nothing:
         return x
     return constraints.constrain(x, NamedSharding(mesh, spec_of(dims), memory_kind=memory_kind))
 
@@ -47,11 +53,23 @@ def _batch_params(
     return {**params, "dims": (*dims[:at], mapped, *dims[at:])}
 
 
-constraint_p: Any = primitives.identity_primitive("multimesh_constraint", _apply, _batch_params)
+def _transpose_params(params: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    return None if params["put"] else params
+
+
+constraint_p: Any = primitives.identity_primitive(
+    "multimesh_constraint", _apply, _batch_params, _transpose_params
+)
 
 
 def bind_constraint(
-    x: Any, dims: Dims, kind: Kind, *, memory_kind: str | None = None, mesh: Mesh | None = None
+    x: Any,
+    dims: Dims,
+    kind: Kind,
+    *,
+    memory_kind: str | None = None,
+    mesh: Mesh | None = None,
+    put: bool = False,
 ) -> Any:
     """Constrains one array.
 
@@ -61,8 +79,10 @@ def bind_constraint(
         kind: What the names in `dims` are.
         memory_kind: As in `NamedSharding`; None keeps the default.
         mesh: The mesh of a value that is placed by hand.
+        put: Whether this is `jax.device_put`; see the module.
     """
-    return constraint_p.bind(x, dims=dims, kind=kind, memory_kind=memory_kind, mesh=mesh)
+    params = {"dims": dims, "kind": kind, "memory_kind": memory_kind, "mesh": mesh, "put": put}
+    return constraint_p.bind(x, **params)
 
 
 def dims_of(spec: PartitionSpec, rank: int) -> Dims:
@@ -108,20 +128,24 @@ def map_constraints(jaxpr: ClosedJaxpr, fn: Callable[[JaxprEqn], Mapping[str, An
     return jaxprs.map_eqns(jaxpr, rewrite)
 
 
-def with_mesh(jaxpr: ClosedJaxpr, mesh: Mesh) -> Callable[..., list[Any]]:
+def with_mesh(
+    jaxpr: ClosedJaxpr, mesh: Mesh, *, keep_memory: bool = True
+) -> Callable[..., list[Any]]:
     """Returns a callable on the flat arguments that evaluates `jaxpr` on `mesh`.
 
     Resolved constraints, also those inside nested jaxprs, become
     `jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))`; everything else, name stacks
     and source lines included, stays as it was. `mesh` must have only axes of type Auto. When the
     callable is compiled, some argument or result must have a sharding on `mesh`: `jax.jit` does not
-    take the devices of a program from these constraints.
+    take the devices of a program from these constraints. Without `keep_memory` every value stays
+    in the default memory: layouts do not spread through moves between memories.
     """
 
     def name_mesh(eqn: JaxprEqn) -> Mapping[str, Any]:
         if eqn.params["kind"] != "resolved":
             return eqn.params
-        return {**eqn.params, "mesh": mesh}
+        named = {**eqn.params, "mesh": mesh}
+        return named if keep_memory else {**named, "memory_kind": None}
 
     placed = map_constraints(jaxpr, name_mesh)
     return lambda *args: jaxprs.evaluate(placed, *args)

@@ -69,7 +69,7 @@ class Program:
 
     `home` is the submesh of a variable (arguments included), `specs` its layout on each submesh
     that holds it. Variables that are replicated everywhere (scalars, small arguments) have the home
-    `EVERYWHERE`.
+    `EVERYWHERE`. `memory` has the memory kind of variables that do not live in the default memory.
     """
 
     name: str
@@ -81,6 +81,7 @@ class Program:
     results: tuple[Operand, ...]
     home: Mapping[Var, int]
     specs: Mapping[tuple[Var, int], PartitionSpec]
+    memory: Mapping[Var, str] = field(default_factory=dict[Var, str])
 
     @property
     def tasks(self) -> tuple[TaskNode, ...]:

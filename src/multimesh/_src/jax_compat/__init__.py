@@ -71,6 +71,15 @@ ENTRIES = (
         without="values are copied by jax.device_put, which may go through the host",
     ),
     Entry(
+        file="effects.py",
+        names=(
+            "jax._src.effects.ordered_effects",
+            "params of debug_callback and io_callback",
+        ),
+        versions=_ALL,
+        without="ordered effects are told by the names of their classes",
+    ),
+    Entry(
         file="jaxprs.py",
         names=(
             "jax._src.core.eval_jaxpr",
@@ -115,6 +124,21 @@ ENTRIES = (
         ),
         versions=_ALL,
         without="the text of name stacks is parsed; scopes open around a call are not seen",
+    ),
+    Entry(
+        file="placements.py",
+        names=("code of jax.device_put and jax.reshard; params of their equations",),
+        versions=_ALL,
+        without="values inside programs are placed by `multimesh.jax.with_sharding_constraint`",
+    ),
+    Entry(
+        file="plain_types.py",
+        names=(
+            "jax._src.core.ShapedArray with sharding and memory_space",
+            "jax._src.core.JaxprEqnContext with cur_abstract_mesh and manager",
+        ),
+        versions=_ALL,
+        without="programs cannot state shardings in their types, nor offload by a remat policy",
     ),
     Entry(
         file="shardy.py",

@@ -62,6 +62,12 @@ def is_explicit(aval: Any) -> bool:
     return sharding is not None and bool(getattr(sharding.mesh, "explicit_axes", ()))
 
 
+def names_a_place(aval: Any) -> bool:
+    """Whether an aval carries a mesh with Explicit axes, or another memory than the default."""
+    memory = getattr(aval, "memory_space", None)
+    return is_explicit(aval) or getattr(memory, "name", "Device") == "Host"
+
+
 def no_ambient_mesh() -> AbstractContextManager[Any]:
     """Within it no mesh of the user's `jax.set_mesh` is seen by traces."""
     try:
@@ -82,7 +88,7 @@ def arrays_as_consts() -> Iterator[None]:
 
 @contextlib.contextmanager
 def clean_types() -> Iterator[None]:
-    """Within it, in this thread, types of concrete arrays carry neither mesh nor layout."""
+    """Within it, in this thread, types of concrete arrays carry no mesh, layout or memory."""
     _acquire()
     _ACTIVE.depth = getattr(_ACTIVE, "depth", 0) + 1
     try:
@@ -115,7 +121,7 @@ def _release() -> None:
 def _cleaner(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def aval_of(x: Any) -> Any:
         aval = original(x)
-        if getattr(_ACTIVE, "depth", 0) and is_explicit(aval):
+        if getattr(_ACTIVE, "depth", 0) and names_a_place(aval):
             return core.ShapedArray(aval.shape, aval.dtype, weak_type=aval.weak_type)
         return aval
 

@@ -29,6 +29,8 @@ from jax.extend import source_info_util
 from jax.extend.core import JaxprEqn
 from jax.sharding import NamedSharding, PartitionSpec
 
+from multimesh._src.jax_compat import placements
+
 # What we bind for the user carries the user's line, not ours.
 source_info_util.register_exclusion(str(Path(__file__).parents[1]))
 
@@ -114,6 +116,8 @@ def _acquire() -> None:
     with _LOCK:
         _users += 1
         _take(jax.lax.with_sharding_constraint, _constraint_dispatcher)
+        _take(jax.device_put, placements.device_put_dispatcher)
+        _take(jax.sharding.reshard, placements.reshard_dispatcher)
         if (meta := sys.modules.get("flax.core.meta")) is not None:
             _take(meta.global_mesh_defined, _mesh_defined_dispatcher)
         if (spmd := sys.modules.get("flax.linen.spmd")) is not None:

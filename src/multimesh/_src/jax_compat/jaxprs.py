@@ -191,9 +191,19 @@ def new_jaxpr(
     name: str = "body",
 ) -> Jaxpr:
     """Returns an open jaxpr; its effects are those of its equations."""
-    effs = partial_eval.make_jaxpr_effects(constvars, invars, outvars, eqns)
+    effs = effects_of(constvars, invars, outvars, eqns)
     info = debug_info(name, len(invars), len(outvars))
     return Jaxpr(list(constvars), list(invars), list(outvars), list(eqns), effs, info)
+
+
+def effects_of(
+    constvars: Sequence[Var],
+    invars: Sequence[Var],
+    outvars: Sequence[Atom],
+    eqns: Sequence[JaxprEqn],
+) -> Any:
+    """Returns the effects of a jaxpr made of these equations."""
+    return partial_eval.make_jaxpr_effects(constvars, invars, outvars, eqns)
 
 
 def new_closed_jaxpr(

@@ -70,3 +70,14 @@ def source_line(eqn: Any) -> str:
             return f"{frame.file_name}:{frame.start_line}"
         first = first or frame
     return "" if first is None else f"{first.file_name}:{first.start_line}"
+
+
+def line_of_error(error: BaseException) -> str:
+    """Returns the user's `file:line` that an exception was raised under, or `""`."""
+    found, traceback = "", error.__traceback__
+    while traceback is not None:
+        name = traceback.tb_frame.f_globals.get("__name__", "")
+        if name.split(".")[0] not in ("jax", "multimesh", "contextlib"):
+            found = f"{traceback.tb_frame.f_code.co_filename}:{traceback.tb_lineno}"
+        traceback = traceback.tb_next
+    return found

@@ -15,21 +15,24 @@ def identity_primitive(
     name: str,
     apply: Callable[..., Any],
     batch_params: Callable[[Mapping[str, Any], int, tuple[str, ...] | None], dict[str, Any]],
+    transpose_params: Callable[[Mapping[str, Any]], Mapping[str, Any] | None],
 ) -> Primitive:
     """Returns a primitive that takes one array and gives it back.
 
-    It is linear: tangents and cotangents go through the same equation with the same params.
+    It is linear: tangents go through the same equation with the same params.
 
     Args:
         name: Its name in jaxprs.
         apply: `apply(x, **params)`: what it does when run or lowered.
         batch_params: `batch_params(params, at, spmd_axes)`: its params for an array with one more
             dim at `at`; `spmd_axes` is what `vmap(..., spmd_axis_name=)` says, None if nothing.
+        transpose_params: Its params for cotangents; None lets them pass untouched.
     """
     primitive = Primitive(name)
 
     def transpose(cotangent: Any, _: Any, **params: Any) -> tuple[Any]:
-        return (primitive.bind(cotangent, **params),)
+        transposed = transpose_params(params)
+        return (cotangent if transposed is None else primitive.bind(cotangent, **transposed),)
 
     # The batchers of `primitive_batchers` cannot have a param called `dims`; these can.
     def batch(axis: Any, args: Any, at: Any, **params: Any) -> tuple[Any, int | None]:

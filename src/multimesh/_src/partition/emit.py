@@ -45,8 +45,8 @@ from multimesh._src.partition.events import (
 )
 from multimesh._src.partition.layouts import fit_spec
 
-Place: TypeAlias = tuple[int, PartitionSpec]
-"""A submesh (or `EVERYWHERE`) and the layout on it."""
+Place: TypeAlias = tuple[int, PartitionSpec, str | None]
+"""A submesh (or `EVERYWHERE`), the layout on it, and the memory kind (None: the default)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,24 +98,34 @@ class Emitter:
     # --- places ---------------------------------------------------------------------------------
 
     def place_on(self, var: Var, submesh: int) -> Place:
-        """The layout that a variable has on a submesh."""
+        """Where tasks on a submesh take and make a variable: arguments in the default memory."""
+        memory = None if var in self.labels else self.program.memory.get(var)
         if submesh == EVERYWHERE:
-            return EVERYWHERE, PartitionSpec()
+            return EVERYWHERE, PartitionSpec(), memory
         spec = self.program.specs.get((var, submesh))
         if spec is None:
             home = self.program.home.get(var, EVERYWHERE)
             known = self.program.specs.get((var, home), PartitionSpec())
             sizes = dict(self.program.submeshes[submesh].mesh.shape)
             spec = fit_spec(known, self.program.avals[var].shape, sizes)
-        return submesh, spec
+        return submesh, spec, memory
+
+    def home(self, var: Var, submesh: int) -> Place:
+        """Where an argument lies."""
+        return (*self.place_on(var, submesh)[:2], self.program.memory.get(var))
+
+    def anywhere(self, item: Item) -> Place:
+        """Where a result is taken that no task makes or reads."""
+        memory = self.program.memory.get(item.var) if isinstance(item, Instance) else None
+        return EVERYWHERE, PartitionSpec(), memory
 
     def sharding(self, place: Place) -> NamedSharding:
         """One object for a place: the slots of a plan are compared by their shardings often."""
         if place not in self.shardings:
-            submesh, spec = place
+            submesh, spec, memory = place
             submeshes = self.program.submeshes
             mesh = self.everywhere if submesh == EVERYWHERE else submeshes[submesh].mesh
-            self.shardings[place] = NamedSharding(mesh, spec)
+            self.shardings[place] = NamedSharding(mesh, spec, memory_kind=memory)
         return self.shardings[place]
 
     def label(self, submesh: int) -> str:
@@ -173,7 +183,7 @@ class Emitter:
         """Gives an argument its slot at home; without a home it lives where it is first wanted."""
         var = item.var
         home = self.program.home.get(var)
-        place = place if home is None else self.place_on(var, home)
+        place = place if home is None else self.home(var, home)
         slot = self.new_slot(item, self.program.avals[var], place, self.labels.get(var, ""))
         self.input_slots[var] = slot
 
@@ -201,7 +211,7 @@ class Emitter:
         outputs: list[Slot] = []
         for item, place in results:
             if place is None:
-                place = self.places.get(_key(item), [(EVERYWHERE, PartitionSpec())])[0]
+                place = self.places.get(_key(item), [self.anywhere(item)])[0]
             outputs.append(self.provide(item, place, copies))
         self.flush(copies)
         return tuple(outputs)
@@ -317,9 +327,10 @@ class Emitter:
         self, event: Event, in_places: Sequence[Place], out_places: Sequence[Place]
     ) -> int:
         task = event.task
-        in_specs = tuple(spec for _, spec in in_places)
-        out_specs = tuple(spec for _, spec in out_places)
-        key = (id(task.body), event.submesh, in_specs, out_specs)
+        in_specs = tuple(spec for _, spec, _ in in_places)
+        out_specs = tuple(spec for _, spec, _ in out_places)
+        memories = tuple(memory for _, _, memory in (*in_places, *out_places))
+        key = (id(task.body), event.submesh, in_specs, out_specs, memories)
         if key not in self.numbers:
             self.numbers[key] = len(self.executables)
             submesh = self.program.submeshes[event.submesh]

@@ -11,7 +11,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from multimesh._src.frontend.tracing import Argument, TracedFunction
-from multimesh._src.ir.flat import FlatProgram, Var
+from multimesh._src.ir.constraint import constraint_p
+from multimesh._src.ir.flat import FlatProgram, Var, all_equations
+from multimesh._src.ir.memory import memory_kinds
 from multimesh._src.ir.program import EVERYWHERE
 from multimesh._src.ir.submesh import Submesh
 from multimesh._src.partition.batches import Batch
@@ -105,6 +107,31 @@ def given_layouts(
             for shape in shapes:
                 fixed[var, shape] = fit_spec(spec, flat.avals[var].shape, dict(shape))
     return fixed
+
+
+def find_memory(
+    flat: FlatProgram, traced: TracedFunction, batches: Mapping[int, Batch]
+) -> dict[Var, str]:
+    """Memory kinds of the variables that do not live in the default memory.
+
+    An argument keeps the memory that it comes in, unless it is a batch; any other variable lives
+    where the program puts it.
+    """
+    memory: dict[Var, str] = {}
+    for position, (var, argument) in enumerate(zip(flat.arguments, traced.arguments, strict=True)):
+        if argument.memory_kind is not None and position not in batches:
+            memory[var] = argument.memory_kind
+    for equation in all_equations(flat.steps):
+        if equation.eqn.primitive is constraint_p:
+            kind = equation.eqn.params["memory_kind"]
+            if kind is not None and kind != _default_memory(traced):
+                memory[equation.outputs[0]] = kind
+    return memory
+
+
+def _default_memory(traced: TracedFunction) -> str:
+    device = traced.devices[0] if traced.global_mesh is None else traced.global_mesh.devices.flat[0]
+    return memory_kinds(device)[0]
 
 
 def _given_spec(argument: Argument) -> PartitionSpec | None:

@@ -132,7 +132,8 @@ def _propagate_class(
     outputs = [var for task in chain.tasks for var in task.outputs]
     # Equal bodies are traced once. They are inlined: Shardy is ten times slower over calls.
     functions = {
-        id(task.body): jax.jit(with_mesh(task.body, mesh), inline=True) for task in chain.tasks
+        id(task.body): jax.jit(with_mesh(task.body, mesh, keep_memory=False), inline=True)
+        for task in chain.tasks
     }
 
     def function(*args: Any) -> list[Any]:

@@ -32,8 +32,8 @@ from multimesh._src.ir.flat import (
     step_inputs,
     substitute,
 )
+from multimesh._src.jax_compat.effects import calls_host
 from multimesh._src.partition.inline import Builder, read_slot
-from multimesh._src.partition.prune import has_effect
 from multimesh._src.partition.seeds import Seeds
 
 
@@ -187,7 +187,7 @@ def _chain_of(
         step = made_by.get(var)
         if step is None or step.serial in found:
             continue  # a small value from outside the loop
-        if isinstance(step, Loop) or has_effect(step) or builder.seeds.of_equation(step):
+        if isinstance(step, Loop) or calls_host(step.eqn) or builder.seeds.of_equation(step):
             return None
         if step.guards != loop.guards or step.chooses:
             return None
@@ -239,7 +239,7 @@ def _hoist_invariants(loop: Loop, builder: Builder) -> Loop:
 
 
 def _is_hoistable(step: Step, varying: set[Var], builder: Builder) -> bool:
-    if isinstance(step, Loop) or has_effect(step):
+    if isinstance(step, Loop) or calls_host(step.eqn):
         return False
     reads = [v for v in step_inputs(step) if not isinstance(v, Lit)]
     if not reads or any(var in varying for var in reads):

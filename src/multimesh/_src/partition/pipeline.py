@@ -25,12 +25,14 @@ from multimesh._src.partition.branches import join_branches
 from multimesh._src.partition.carries import CarryKind, classify_all
 from multimesh._src.partition.choices import read_own_options
 from multimesh._src.partition.dedupe import deduplicate
+from multimesh._src.partition.effects import check_effect_order, check_effects
 from multimesh._src.partition.emit import emit
 from multimesh._src.partition.events import Runs, walk
 from multimesh._src.partition.fuse import fuse_runs
 from multimesh._src.partition.given import (
     default_submesh,
     everywhere,
+    find_memory,
     given_layouts,
     placed_arguments,
     succeeded_arguments,
@@ -249,6 +251,8 @@ def _cut(driver: _Driver, placed: _Placed) -> _Cut:
         lambda loop, found: runs_halves(found, loop.length, driver.schedule_of(loop)),
         numbers,
     )
+    # Once it is known where effects run: several submeshes cannot keep them in order.
+    check_effects(steps, submeshes)
     # Equal bodies are found when constraints are in axes of submeshes and bodies are final.
     steps = deduplicate(steps)
     pipelines = {
@@ -280,6 +284,7 @@ def _lay_out(driver: _Driver, placed: _Placed, cut: _Cut, stacks: Stacks) -> Pro
         home=homes,
         # Layouts of carries and successors are tied when all others are known.
         specs=tie_layouts(layouts, steps, flat, traced, submeshes, homes),
+        memory=find_memory(flat, traced, stacks.batches),
     )
     driver.show("split", text.print_program, program)
     return program
@@ -302,7 +307,10 @@ def _order(driver: _Driver, cut: _Cut, program: Program, stacks: Stacks) -> Part
     def runs_of(loop: LoopNode) -> Runs | None:
         if loop.index not in pipelines:
             return None
-        return scheduled_runs(pipelines[loop.index], schedules[loop.index])
+        simulation = schedules[loop.index]
+        runs = scheduled_runs(pipelines[loop.index], simulation)
+        check_effect_order(loop, runs, simulation.schedule.name, cut.submeshes)
+        return runs
 
     events, results = walk(cut.steps, program.results, cut.submeshes, runs_of)
     # Copies stand where the order needs them, so the plan is written last.

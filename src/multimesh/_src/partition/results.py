@@ -6,6 +6,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from multimesh._src.frontend.logical import same_mesh
 from multimesh._src.frontend.tracing import Result, TracedFunction
+from multimesh._src.ir.memory import special_memory
 from multimesh._src.ir.plan import Block
 from multimesh._src.ir.program import EVERYWHERE, Program
 from multimesh._src.partition.batches import Batch
@@ -41,11 +42,16 @@ def _result_place(
     """`out_shardings` beats all, then come the scalars, then what the result succeeds."""
     wanted = result.sharding if isinstance(result.sharding, NamedSharding) else None
     mesh = None if wanted is None else wanted.mesh
+    memory = special_memory(wanted)
     if isinstance(mesh, Mesh) and not is_global(mesh, traced):
         home = next(s.index for s in program.submeshes if same_mesh(mesh, s.mesh))
-        return home, wanted.spec if wanted is not None else PartitionSpec()
+        return home, wanted.spec if wanted is not None else PartitionSpec(), memory
+    if wanted is None and isinstance(item, Instance):
+        memory = program.memory.get(item.var)
+    if wanted is None and result.successor_of is not None:
+        memory = program.memory.get(program.arguments[result.successor_of])
     if not isinstance(item, Instance) or program.avals[item.var].ndim == 0:
-        return EVERYWHERE, PartitionSpec()
+        return EVERYWHERE, PartitionSpec(), memory
     home = program.home.get(item.var)
     succeeded: PartitionSpec | None = None
     if result.successor_of is not None:
@@ -54,10 +60,10 @@ def _result_place(
         same = program.avals[argument].shape == program.avals[item.var].shape  # no stored batch
         succeeded = program.specs.get((argument, home)) if same and home is not None else None
     if home == EVERYWHERE and result.successor_of is not None:
-        return EVERYWHERE, PartitionSpec()
+        return EVERYWHERE, PartitionSpec(), memory
     if home is None or home == EVERYWHERE:
         return None
     if wanted is not None:
         sizes = dict(program.submeshes[home].mesh.shape)
-        return home, fit_spec(wanted.spec, program.avals[item.var].shape, sizes)
-    return None if succeeded is None else (home, succeeded)
+        return home, fit_spec(wanted.spec, program.avals[item.var].shape, sizes), memory
+    return None if succeeded is None else (home, succeeded, memory)

@@ -35,6 +35,7 @@ class Seeds:
     _numbers: dict[Any, int] = field(default_factory=dict)
     _inside: dict[tuple[int, Scope, bool], tuple[Match, ...]] = field(default_factory=dict)
     _layers: dict[tuple[int, Scope], bool] = field(default_factory=dict)
+    _meshes: dict[int, tuple[Mesh, ...]] = field(default_factory=dict)
     _alive: list[Any] = field(default_factory=list)
 
     def number(self, mesh: Mesh, label: str) -> int:
@@ -127,7 +128,18 @@ class Seeds:
         """How many submeshes the jaxprs of `eqn` touch; a rotating one counts as two."""
         matches = self.inside(eqn, scope)
         rotates = any(match.task.loop_dependent_mesh_slice is not None for match in matches)
-        return len({self.submesh_of(match) for match in matches}) + rotates
+        touched = {self.submesh_of(match) for match in matches}
+        touched |= {self.number(mesh, _label(mesh)) for mesh in self._meshes_inside(eqn)}
+        return len(touched) + rotates
+
+    def _meshes_inside(self, eqn: Any) -> tuple[Mesh, ...]:
+        """The meshes on which values inside the jaxprs of `eqn` are placed by hand."""
+        if id(eqn) not in self._meshes:
+            self._alive.append(eqn)
+            inner = (e for j in jaxprs.sub_jaxprs(eqn.params) for e in jaxprs.open_jaxpr(j).eqns)
+            found = (mesh for e in inner for mesh in (_placed_on(e), *self._meshes_inside(e)))
+            self._meshes[id(eqn)] = tuple(dict.fromkeys(mesh for mesh in found if mesh is not None))
+        return self._meshes[id(eqn)]
 
     def _walk(self, eqn: Any, scope: Scope, in_loop: bool) -> Iterator[Match]:
         if self.has_layers(eqn, scope):
@@ -149,6 +161,15 @@ class Seeds:
                 if match is not None:
                     yield match
                 yield from self.inside(inner, joined, in_loop=in_loop)
+
+
+def _placed_on(eqn: Any) -> Mesh | None:
+    """The mesh that a constraint names, where it places its value by hand."""
+    return eqn.params["mesh"] if eqn.primitive is constraint_p else None
+
+
+def _label(mesh: Mesh) -> str:
+    return devices_label(list(mesh.devices.flat))
 
 
 def _scopes_of_iteration(eqn: Any, scope: Scope) -> Iterator[Scope]:
@@ -173,9 +194,9 @@ def find_seeds(flat: FlatProgram, seeds: Seeds) -> tuple[dict[int, Match], dict[
             seeded[equation.serial] = (
                 seeds.rotating(equation.scope, length) if rotates else seeds.submesh_of(found)
             )
-        if equation.eqn.primitive is constraint_p and equation.eqn.params["mesh"] is not None:
-            mesh = equation.eqn.params["mesh"]
-            seeded[equation.serial] = seeds.number(mesh, devices_label(list(mesh.devices.flat)))
+        mesh = _placed_on(equation.eqn)
+        if mesh is not None:
+            seeded[equation.serial] = seeds.number(mesh, _label(mesh))
             match.pop(equation.serial, None)
     return match, seeded
 

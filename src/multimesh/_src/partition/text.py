@@ -82,6 +82,8 @@ def _program_lines(steps: tuple[ProgramStep, ...], program: Program, indent: str
 def _placed(var: int, program: Program, submesh: int) -> str:
     spec = program.specs.get((var, submesh))
     layout = "" if spec is None or not any(spec) else f" {_spec(spec)}"
+    if var in program.memory and var not in program.arguments:  # tasks take arguments elsewhere
+        layout += f" in {program.memory[var]}"
     return _typed(var, program.avals) + layout
 
 

@@ -89,7 +89,13 @@ def run_steps(steps: Sequence[PreparedStep], slots: list[Any]) -> None:
         clear_frames(error.__traceback__)
         if isinstance(error, MultiMeshError) or not isinstance(error, Exception):
             raise
-        raise ExecutionError(message(f"The {name} failed: {error}")) from error
+        raise ExecutionError(_failure(name, str(error))) from error
+
+
+def _failure(name: str, text: str) -> str:
+    """What is said of a failed step; a Python callback in it has said so itself, among frames."""
+    _, own, said = text.rpartition(f"{ExecutionError.__name__}: ")
+    return said.strip() if own else message(f"The {name} failed: {text}")
 
 
 def checked(call: Call, name: str) -> Call:

@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 from jax.extend.core import ClosedJaxpr
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 
 from multimesh._src.frontend.arguments import Statics, function_name
 from multimesh._src.frontend.contexts import ActiveContexts
@@ -149,14 +149,15 @@ class EquationRunner:
 
 
 def plainly_typed(values: Sequence[Any]) -> list[Any]:
-    """Returns values whose types name no mesh: reverse mode cannot mix types of several meshes.
+    """Returns values whose types name no place: reverse mode cannot mix types of several meshes.
 
-    Arrays on Explicit meshes, also those inside tracers, go to the same devices and layout on a
-    mesh with Auto axes, and their cotangents back (R17). Forward mode and batching need no help.
+    Arrays on Explicit meshes or in other memories, also those inside tracers, go to the same
+    devices and layout on a mesh with Auto axes, in the default memory, and their cotangents back
+    (R17). Forward mode and batching need no help.
     """
     return [
         _without_mesh(value)
-        if avals.is_explicit(jax.typeof(value)) and not jit_hook.is_forward_tracer(value)
+        if avals.names_a_place(jax.typeof(value)) and not jit_hook.is_forward_tracer(value)
         else value
         for value in values
     ]
@@ -181,15 +182,16 @@ _without_mesh.defvjp(_without_mesh_forward, _without_mesh_backward)
 def _on_auto_meshes(arrays: Sequence[Any]) -> list[Any]:
     return [
         jax.device_put(array, _auto(array.sharding))
-        if isinstance(array, jax.Array) and avals.is_explicit(array.aval)
+        if isinstance(array, jax.Array) and avals.names_a_place(array.aval)
         else array
         for array in arrays
     ]
 
 
-def _auto(sharding: Any) -> NamedSharding:
-    mesh = auto_mesh(sharding.mesh)
-    return NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
+def _auto(sharding: Any) -> Sharding:
+    if isinstance(sharding, SingleDeviceSharding):
+        return SingleDeviceSharding(*sharding.device_set)
+    return NamedSharding(auto_mesh(sharding.mesh), sharding.spec)
 
 
 def constrained(

@@ -5,8 +5,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from jax.sharding import Mesh, NamedSharding
-
 from multimesh._src.errors import message
 from multimesh._src.frontend.markers import microbatch_marker
 from multimesh._src.frontend.scopes import scope_of
@@ -79,13 +77,7 @@ def _walk(jaxpr: jaxprs.AnyJaxpr, outer: Scope) -> Iterator[tuple[jaxprs.JaxprEq
 
 def _places(eqn: jaxprs.JaxprEqn) -> bool:
     """Whether an equation puts its value on a mesh named in the program."""
-    if eqn.primitive is constraint_p:
-        return eqn.params["mesh"] is not None
-    if eqn.primitive.name != "device_put":
-        return False
-    return any(
-        isinstance(d, NamedSharding) and isinstance(d.mesh, Mesh) for d in eqn.params["devices"]
-    )
+    return eqn.primitive is constraint_p and eqn.params["mesh"] is not None
 
 
 def _device_sets(traced: TracedFunction) -> frozenset[frozenset[Any]]:

@@ -19,7 +19,7 @@ from typing import Any
 
 from jax.sharding import NamedSharding, PartitionSpec
 
-from multimesh._src.frontend.tracing import TracedFunction, placement_of, plain_aval
+from multimesh._src.frontend.tracing import TracedFunction, memory_of, placement_of, plain_aval
 from multimesh._src.ir.plan import Input, Plan
 from multimesh._src.jax_compat import avals
 
@@ -34,13 +34,15 @@ class Taken:
 
     `specs` are the layouts that fit: the one that the step uses, and the one that the argument had
     when the variant was traced. `decided` says that a match decided the submesh, so that an
-    argument that lies elsewhere is moved.
+    argument that lies elsewhere is moved. Results follow the memory that an argument came in, so
+    another memory is another variant.
     """
 
     mesh: Any  # a concrete mesh
     specs: tuple[Dims, ...]
     decided: bool
     devices: frozenset[Any]
+    memory_kind: str | None = None
 
     def fits(self, sharding: NamedSharding) -> bool:
         """Whether an argument with this sharding can be taken."""
@@ -49,12 +51,18 @@ class Taken:
         return self.decided or sharding.device_set == self.devices
 
 
-def taken(sharding: NamedSharding, traced_with: PartitionSpec | None, decided: bool) -> Taken:
+def taken(
+    sharding: NamedSharding,
+    traced_with: PartitionSpec | None,
+    decided: bool,
+    memory_kind: str | None = None,
+) -> Taken:
     """Records how an argument is taken."""
     specs = [dims_on(sharding.spec, sharding.mesh)]
     if traced_with is not None:
         specs.append(dims_on(traced_with, sharding.mesh))
-    return Taken(sharding.mesh, tuple(specs), decided, frozenset(sharding.device_set))
+    devices = frozenset(sharding.device_set)
+    return Taken(sharding.mesh, tuple(specs), decided, devices, memory_kind)
 
 
 def takes_of_plan(plan: Plan, traced: TracedFunction, matched: bool) -> tuple[Taken | None, ...]:
@@ -71,7 +79,8 @@ def takes_of_plan(plan: Plan, traced: TracedFunction, matched: bool) -> tuple[Ta
             placement = argument.placement
             lay_there = placement is not None and placement.device_set == sharding.device_set
             traced_with = argument.spec if placement is None else placement.spec
-            takes[entry.argument] = taken(sharding, traced_with, matched and not lay_there)
+            decided = matched and not lay_there
+            takes[entry.argument] = taken(sharding, traced_with, decided, argument.memory_kind)
     return tuple(takes)
 
 
@@ -122,12 +131,18 @@ class Variant:
         if self.one_device_set:
             return len(device_sets(leaves)) <= 1
         for leaf, take in zip(leaves, self.taken, strict=True):
+            if take is not None and _is_elsewhere_in_memory(leaf, take):
+                return False
             placement = placement_of(leaf)
             if take is None or placement is None or placement.num_devices == 1:
                 continue
             if not take.fits(placement):
                 return False
         return True
+
+
+def _is_elsewhere_in_memory(leaf: Any, take: Taken) -> bool:
+    return getattr(leaf, "committed", False) and memory_of(leaf) != take.memory_kind
 
 
 def device_sets(leaves: Sequence[Any]) -> set[frozenset[Any]]:

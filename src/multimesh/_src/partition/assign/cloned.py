@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+from multimesh._src.ir.constraint import constraint_p
 from multimesh._src.ir.flat import Equation, FlatProgram, Lit, Loop, Step, Var
 from multimesh._src.jax_compat import jaxprs
-from multimesh._src.partition.prune import has_effect
+from multimesh._src.jax_compat.effects import calls_host
 
 _FREE = frozenset(("iota", "broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose"))
 _LIGHT = frozenset(("broadcast_in_dim", "reshape", "squeeze", "expand_dims"))
@@ -76,7 +77,7 @@ def _visit(
             costs[step.index] = 0
             _visit(step.body, avals, costs, floating, light, max_cost)
             continue
-        if has_effect(step):
+        if calls_host(step.eqn) or _is_placed(step):
             continue
         reads = [v for v in step.inputs if not isinstance(v, Lit)]
         if all(var in costs for var in reads):
@@ -91,6 +92,11 @@ def _visit(
             and (step.primitive in _LIGHT or _is_scalar(step, reads[0], avals))
         ):
             light.add(step.serial)
+
+
+def _is_placed(step: Equation) -> bool:
+    """Whether a step puts its result on a mesh of its own."""
+    return step.eqn.primitive is constraint_p and step.eqn.params["mesh"] is not None
 
 
 def _is_scalar(step: Equation, operand: Var, avals: Mapping[Var, Any]) -> bool:

@@ -23,7 +23,7 @@ def split_acyclic(region: Region, groups: Mapping[int, Hashable]) -> tuple[tuple
     of_group: dict[Hashable, list[int]] = {}
     task_of: dict[int, int] = {}
     for position in reversed(range(len(region.steps))):
-        users = [task_of[user] for user in region.users[position]]
+        users = [task_of[p] for p in (*region.users[position], *region.later[position])]
         if isinstance(region.steps[position], Loop):
             task = quotient.add()
         else:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from multimesh._src.ir.flat import Equation, FlatProgram, Lit, Loop, Step, Var
 from multimesh._src.partition.assign.cloned import Cloned
+from multimesh._src.partition.effects import ordered_kinds
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,18 +101,21 @@ def _without_outputs(steps: tuple[Step, ...]) -> set[int]:
 class Region:
     """The steps of one region that belong to tasks, and who reads what among them.
 
-    `users[i]` are the positions of the steps that import something that step i makes.
+    `users[i]` are the positions of the steps that import something that step i makes, `later[i]`
+    those whose ordered effect comes next after that of step i.
     """
 
     steps: list[Step] = field(default_factory=list)
     users: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
     operands: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
+    later: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
 
 
 def region_of(steps: tuple[Step, ...], flow: Flow) -> Region:
     """Builds the region of some steps at one level."""
     region = Region()
     made_at: dict[Var, int] = {}
+    last_effect: dict[str, int] = {}
     for step in steps:
         if not isinstance(step, Loop) and step.serial not in flow.anchored:
             continue
@@ -122,4 +126,8 @@ def region_of(steps: tuple[Step, ...], flow: Flow) -> Region:
         for operand in made:
             region.users[operand].append(position)
         made_at.update(dict.fromkeys(step.outputs, position))
+        for kind in ordered_kinds(step):
+            if kind in last_effect:
+                region.later[last_effect[kind]].append(position)
+            last_effect[kind] = position
     return region

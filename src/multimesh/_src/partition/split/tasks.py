@@ -15,6 +15,8 @@ from multimesh._src.ir.body import make_body
 from multimesh._src.ir.flat import Equation, FlatProgram, Lit, Loop, Operand, Step, Var
 from multimesh._src.ir.program import Kind, LoopNode, ProgramStep, TaskNode
 from multimesh._src.ir.submesh import Submesh
+from multimesh._src.jax_compat import jaxprs
+from multimesh._src.jax_compat.effects import name_callbacks
 from multimesh._src.partition.constraints import resolve_constraints
 from multimesh._src.partition.split.acyclic import split_acyclic
 from multimesh._src.partition.split.groups import Group, group_equations
@@ -137,11 +139,12 @@ class Splitter:
         outputs: Sequence[Var],
     ) -> ClosedJaxpr:
         body = make_body(equations, inputs, outputs, self.program.avals)
+        body = jaxprs.map_eqns(body, lambda eqn: name_callbacks(eqn, group.name))
         mesh = self.submeshes[group.submesh].mesh
         pairs = group.pairs
         if pairs is None:
             pairs = tuple((axis, axis) for axis in mesh.axis_names)
-        return resolve_constraints(body, pairs, dict(mesh.shape), f"task `{group.name}`")
+        return resolve_constraints(body, pairs, mesh, f"task `{group.name}`")
 
     def _has_loops(self) -> bool:
         return any(isinstance(step, Loop) for step in self.program.steps)
