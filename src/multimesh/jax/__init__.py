@@ -20,6 +20,7 @@ from multimesh._src.frontend.logical import with_sharding_constraint
 from multimesh._src.frontend.markers import task
 from multimesh._src.frontend.microbatching import microbatch
 from multimesh._src.frontend.multi_mesh import MultiMesh, slice_global_mesh
+from multimesh._src.frontend.shard_maps import shard_map
 from multimesh._src.frontend.tasks import Task, TaskMesh
 from multimesh._src.staging.mjit import mjit
 from multimesh._src.staging.parallelize import parallelize
@@ -46,6 +47,7 @@ __all__ = [
     "recompute_from_arguments_if_cost_less_than",
     "register_task",
     "replicate_parameters_smaller_than_num_elements",
+    "shard_map",
     "slice_global_mesh",
     "task",
     "tasks",

@@ -7,7 +7,8 @@
 
 Where the arguments lie never enters the jaxpr: it is recorded beside it. While the function is
 traced, no mesh of `jax.set_mesh` is seen (R18), arrays that the function closes over have plain
-types too (R17), and sharding constraints are taken over (`logical.redirect_constraints`).
+types too (R17), sharding constraints are taken over (`logical.redirect_constraints`), and a
+`shard_map` gets the mesh of its scope (`shard_maps.lending`).
 """
 
 import contextlib
@@ -19,16 +20,17 @@ import jax
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from multimesh._src import config
 from multimesh._src.config import Settings
 from multimesh._src.errors import TraceError, message
-from multimesh._src.frontend import arguments as arguments_lib, logical, scopes
+from multimesh._src.frontend import arguments as arguments_lib, logical, scopes, shard_maps
 from multimesh._src.frontend.arguments import ArgumentSpec, NamedArgument, Statics
 from multimesh._src.frontend.batches import MicrobatchedArray
 from multimesh._src.frontend.matching import Matcher
 from multimesh._src.frontend.succession import ArgumentTree, successors
 from multimesh._src.frontend.wanted import Wanted, wanted_leaves
 from multimesh._src.ir.scope import Scope
-from multimesh._src.jax_compat import avals, jit_hook
+from multimesh._src.jax_compat import avals, jit_hook, name_stack
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,13 +108,16 @@ class PlainTrace:
 
 
 @contextlib.contextmanager
-def our_tracing() -> Iterator[None]:
+def our_tracing(matcher: Matcher, off_slices: frozenset[str]) -> Iterator[None]:
     """Within it, in this thread, functions are traced for us; see the module."""
     with (
         avals.clean_types(),
         avals.arrays_as_consts(),
         avals.no_ambient_mesh(),
+        name_stack.remember_outer_stacks(),
         logical.redirect_constraints(),
+        shard_maps.lending(matcher, off_slices),
+        config.separate_caches(off_slices) if off_slices else contextlib.nullcontext(),
     ):
         yield
 
@@ -122,13 +127,33 @@ def trace_plainly(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     statics: Statics,
-    global_mesh: Mesh | None,
+    matcher: Matcher,
 ) -> PlainTrace:
     """Traces `fun` on the plain types of its dynamic arguments.
 
+    It is traced again where a `shard_map` turns out to need the global mesh.
+
     Raises:
         TraceError: A leaf of the arguments is no array and not static.
+        ShardingError: A constraint or a `shard_map` does not fit.
     """
+    off_slices: frozenset[str] = frozenset()
+    while True:
+        plain = _trace_once(fun, args, kwargs, statics, matcher, off_slices)
+        found = shard_maps.lines_off_slices(plain.jaxpr, matcher.global_mesh)
+        if found <= off_slices:
+            return plain
+        off_slices |= found
+
+
+def _trace_once(
+    fun: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    statics: Statics,
+    matcher: Matcher,
+    off_slices: frozenset[str],
+) -> PlainTrace:
     name = arguments_lib.function_name(fun)
 
     # A new function each time: a trace that JAX cached for others must not be found.
@@ -138,13 +163,13 @@ def trace_plainly(
 
     traced.__name__ = traced.__qualname__ = name
     plain_args, plain_kwargs = jax.tree.map(plain_aval, (tuple(args), dict(kwargs)))
-    with our_tracing():
+    with our_tracing(matcher, off_slices):
         result = jax.jit(traced).trace(*plain_args, **plain_kwargs)
         closed_over = jit_hook.closed_over_tracers(result)
     out_paths = jax.tree_util.tree_leaves_with_path(result.out_info)
     return PlainTrace(
         name=name,
-        jaxpr=logical.absorb_constraints(result.jaxpr, global_mesh),
+        jaxpr=logical.absorb_constraints(result.jaxpr, matcher.global_mesh),
         out_tree=jax.tree.structure(result.out_info),
         out_names=tuple("result" + jax.tree_util.keystr(path) for path, _ in out_paths),
         closed_over=closed_over,
@@ -215,7 +240,7 @@ def trace(
     check_arguments(named)
     ambient = scopes.ambient_scope()
     mesh = surroundings.global_mesh
-    plain = trace_plainly(fun, args, kwargs, statics, mesh)
+    plain = trace_plainly(fun, args, kwargs, statics, surroundings.matcher)
     if plain.closed_over:
         raise TraceError(
             message(

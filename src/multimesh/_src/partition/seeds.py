@@ -5,7 +5,8 @@ r"""Seeds: which equations are given a submesh, and by what.
 
 A scope inside an explicit `task(...)` belongs to that task; otherwise the registered matchers
 decide (R2). Equations that hold other jaxprs (a scan or a remat region that stays whole)
-take the seed of what is inside them when their own scope says nothing.
+take the seed of what is inside them when their own scope says nothing. A `shard_map` that was traced
+on another mesh than that of its scope stands on that mesh, with all that it is inside of.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -17,11 +18,12 @@ from jax.sharding import Mesh
 from multimesh._src.errors import MatchError, message
 from multimesh._src.frontend.matching import Match, Matcher
 from multimesh._src.frontend.scopes import in_iteration, iteration_of, scope_of_equation
+from multimesh._src.frontend.shard_maps import mesh_called_for
 from multimesh._src.ir.constraint import constraint_p
 from multimesh._src.ir.flat import Equation, FlatProgram, Loop, Step, all_equations
 from multimesh._src.ir.scope import Scope
 from multimesh._src.ir.submesh import Submesh
-from multimesh._src.jax_compat import jaxprs
+from multimesh._src.jax_compat import jaxprs, shard_maps
 from multimesh._src.topology import devices_label
 
 
@@ -34,6 +36,8 @@ class Seeds:
     _numbers: dict[Any, int] = field(default_factory=dict)
     _inside: dict[tuple[int, Scope, bool], tuple[Match, ...]] = field(default_factory=dict)
     _layers: dict[tuple[int, Scope], bool] = field(default_factory=dict)
+    _called_for: dict[tuple[int, Scope, bool], tuple[int, ...]] = field(default_factory=dict)
+    _with_shard_maps: dict[int, tuple[Any, bool]] = field(default_factory=dict)
     _alive: list[Any] = field(default_factory=list)
 
     def number(self, mesh: Mesh, label: str) -> int:
@@ -121,7 +125,34 @@ class Seeds:
         """How many submeshes the jaxprs of `eqn` touch; a rotating one counts as two."""
         matches = self.inside(eqn, scope)
         rotates = any(match.task.loop_dependent_mesh_slice is not None for match in matches)
-        return len({self.submesh_of(match) for match in matches}) + rotates
+        submeshes = {self.submesh_of(match) for match in matches}
+        return len(submeshes.union(self.called_for(eqn, scope))) + rotates
+
+    def called_for(self, eqn: Any, scope: Scope, *, in_loop: bool = False) -> tuple[int, ...]:
+        """The submeshes that `shard_map`s call for, where it is not that of their scope.
+
+        Raises:
+            PartitionError: One was traced on a mesh that it cannot have.
+        """
+        key = (id(eqn), scope, in_loop)
+        if key not in self._called_for:
+            self._alive.append(eqn)
+            self._called_for[key] = tuple(dict.fromkeys(self._calls(eqn, scope, in_loop)))
+        return self._called_for[key]
+
+    def _calls(self, eqn: Any, scope: Scope, in_loop: bool) -> Iterator[int]:
+        if shard_maps.is_shard_map(eqn):
+            match = self.of_scope(scope, 0 if in_loop else None)
+            mesh = mesh_called_for(eqn, match, self.matcher.global_mesh)
+            if mesh is not None:
+                yield self.number(*mesh)
+            return
+        in_loop = in_loop or eqn.primitive.name == "scan"
+        for jaxpr in jaxprs.sub_jaxprs(eqn.params):
+            if shard_maps.with_shard_maps(jaxpr, self._with_shard_maps):
+                for inner in jaxprs.open_jaxpr(jaxpr).eqns:
+                    joined = scope.join(scope_of_equation(inner))
+                    yield from self.called_for(inner, joined, in_loop=in_loop)
 
     def _walk(self, eqn: Any, scope: Scope, in_loop: bool) -> Iterator[Match]:
         if self.has_layers(eqn, scope):
@@ -170,6 +201,10 @@ def find_seeds(flat: FlatProgram, seeds: Seeds) -> tuple[dict[int, Match], dict[
         if equation.eqn.primitive is constraint_p and equation.eqn.params["mesh"] is not None:
             mesh = equation.eqn.params["mesh"]
             seeded[equation.serial] = seeds.number(mesh, devices_label(list(mesh.devices.flat)))
+            match.pop(equation.serial, None)
+        called_for = seeds.called_for(equation.eqn, equation.scope, in_loop=length > 0)
+        if called_for:
+            seeded[equation.serial] = called_for[0]
             match.pop(equation.serial, None)
     return match, seeded
 

@@ -12,7 +12,7 @@ from multimesh._src.frontend.scopes import scope_of
 from multimesh._src.frontend.tracing import TracedFunction
 from multimesh._src.ir.constraint import constraint_p
 from multimesh._src.ir.scope import Scope
-from multimesh._src.jax_compat import jaxprs
+from multimesh._src.jax_compat import jaxprs, shard_maps
 
 MAX_SCOPES = 12
 
@@ -76,6 +76,8 @@ def _walk(jaxpr: jaxprs.AnyJaxpr, outer: Scope) -> Iterator[tuple[jaxprs.JaxprEq
 
 def _places(eqn: jaxprs.JaxprEqn) -> bool:
     """Whether an equation puts its value on a mesh named in the program."""
+    if shard_maps.is_shard_map(eqn):
+        return True
     if eqn.primitive is constraint_p:
         return eqn.params["mesh"] is not None
     if eqn.primitive.name != "device_put":

@@ -16,7 +16,7 @@ from multimesh._src.ir.flat import Equation, FlatProgram, Lit, Loop, Operand, St
 from multimesh._src.ir.program import Kind, LoopNode, ProgramStep, TaskNode
 from multimesh._src.ir.submesh import Submesh
 from multimesh._src.jax_compat import name_stack
-from multimesh._src.partition.constraints import resolve_constraints
+from multimesh._src.partition.constraints import place_shard_maps, resolve_constraints
 from multimesh._src.partition.split.acyclic import split_acyclic
 from multimesh._src.partition.split.groups import Group, group_equations
 from multimesh._src.partition.split.regions import Flow, Region, region_of
@@ -127,7 +127,8 @@ class Splitter:
         pairs = group.pairs
         if pairs is None:
             pairs = tuple((axis, axis) for axis in mesh.axis_names)
-        return resolve_constraints(body, pairs, dict(mesh.shape), f"task `{group.name}`")
+        sizes, task = dict(mesh.shape), f"task `{group.name}`"
+        return place_shard_maps(resolve_constraints(body, pairs, sizes, task), sizes, task)
 
     def _has_loops(self) -> bool:
         return any(isinstance(step, Loop) for step in self.program.steps)

@@ -1,0 +1,223 @@
+"""`shard_map` on submeshes: the mesh that a call is traced on (R16, R18).
+
+    global mesh (stage=2, data=2), in a scope whose task runs on the slice stage=1
+
+    shard_map(f, out_specs=P("data"))                      the slice (stage=1, data=2)
+    shard_map(f, mesh=global_mesh, ..., P("data"))         the slice: it means the same there
+    shard_map(f, mesh=global_mesh, ..., P("stage"))        the global mesh
+    shard_map(f, mesh=other_mesh, ...)                     that mesh
+
+Without a mesh a `shard_map` takes what the scope around it gives. With the global mesh it means
+what it means in plain JAX, so the slice will do only where no axis is used that the slice cuts: in
+specs, in collectives or by `axis_index`. Outside of every task both take the global mesh. What
+stands on the global mesh, or on another one, is a task on all of its devices.
+
+The axes that a body uses are known only when it is traced. So it is traced on the slice first; the
+lines where that was wrong are found afterwards (`lines_off_slices`), and tracing starts again.
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Set
+from contextlib import AbstractContextManager
+from typing import Any
+
+import jax
+from jax.extend.core import ClosedJaxpr
+from jax.sharding import AbstractMesh, Mesh
+
+from multimesh._src.errors import PartitionError, ShardingError, message
+from multimesh._src.frontend import contexts
+from multimesh._src.frontend.logical import same_mesh
+from multimesh._src.frontend.matching import Match, Matcher
+from multimesh._src.frontend.scopes import scope_of, scope_of_equation
+from multimesh._src.ir.scope import Scope
+from multimesh._src.jax_compat import constraints, jaxprs, name_stack, shard_maps
+from multimesh._src.jax_compat.shard_maps import LentMesh, lent_mesh
+from multimesh._src.topology import describe_axes, devices_label
+
+ALL_DEVICES = "all devices"
+
+
+def shard_map(
+    f: Callable[..., Any] | None = None,
+    /,
+    *,
+    mesh: Mesh | AbstractMesh | None = None,
+    out_specs: Any,
+    **options: Any,
+) -> Any:
+    """Maps a function over the shards of its arguments, as `jax.shard_map`.
+
+    In a function that MultiMesh cuts into tasks, a call without `mesh` takes the mesh slice of the
+    scope around it, where every axis name of the global mesh still exists and the sliced ones have
+    size 1; outside of every task it takes the global mesh. Elsewhere this is `jax.shard_map`, with
+    the mesh of the active `MultiMesh` where there is one and `mesh` is not given.
+
+    Args:
+        f: The function of one shard.
+        mesh: The mesh. The global mesh means what it means in plain JAX.
+        out_specs: PartitionSpecs of the results, a prefix pytree.
+        **options: `in_specs`, `axis_names` and `check_vma`, as in `jax.shard_map`.
+
+    Raises:
+        ShardingError: Specs that do not fit the mesh of the scope, or no mesh at all.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from jax.sharding import PartitionSpec as P
+        >>> from multimesh.jax import MultiMesh, shard_map
+        >>> with MultiMesh(axis_sizes=(1,), axis_names=("data",), devices=jax.devices()[:1]):
+        ...     double = shard_map(lambda x: 2 * x, in_specs=P("data"), out_specs=P("data"))
+        ...     double(jnp.ones(2)).shape
+        (2,)
+    """
+    options = {**options, "out_specs": out_specs}
+    if f is None:
+        return functools.partial(shard_map, mesh=mesh, **options)
+    if mesh is None and not constraints.is_redirected():
+        is_inside = not jax.sharding.get_abstract_mesh().empty
+        mesh = None if is_inside else contexts.active_global_mesh()
+    return shard_maps.call_on(f, mesh, options)
+
+
+# --- while we trace ------------------------------------------------------------------------------
+
+
+def lending(matcher: Matcher, off_slices: Set[str]) -> AbstractContextManager[None]:
+    """While it is open, in this thread, `shard_map`s are traced on the meshes of their scopes.
+
+    Args:
+        matcher: Says which task a scope belongs to.
+        off_slices: Lines of the user's program whose `shard_map`s take no slice of the global mesh.
+    """
+
+    def lend(given: Mesh | AbstractMesh | None, named: frozenset[str]) -> LentMesh:
+        whole, line = matcher.global_mesh, name_stack.current_line()
+        if isinstance(given, Mesh) and not same_mesh(given, whole):
+            return lent_mesh(given.shape, given, devices_label(list(given.devices.flat)), line)
+        match = _match_here(matcher)
+        if match is not None and (given is None or _same_axes(given, match.mesh)):
+            return lent_mesh(match.mesh.shape, given, match.label, line)
+        if whole is None or (given is not None and not same_mesh(given, whole)):
+            raise _no_mesh(given, match, whole, line)
+        if match is None or line in off_slices or named & cut_axes(match.mesh, whole):
+            return lent_mesh(whole.shape, given, ALL_DEVICES, line)
+        return lent_mesh(match.mesh.shape, given, match.label, line)
+
+    return shard_maps.lending(lend)
+
+
+def _match_here(matcher: Matcher) -> Match | None:
+    """The task of the scope that is open here, if need be in the first iteration of a loop."""
+    scope = Scope()
+    for stack in filter(None, name_stack.open_name_stacks()):
+        scope = scope.join(scope_of(stack))
+    return matcher.of_scope(scope) or matcher.of_scope(scope, 0)
+
+
+def cut_axes(mesh: Mesh, whole: Mesh) -> frozenset[str]:
+    """The axes of the global mesh that a submesh has not, or of another size."""
+    if tuple(mesh.axis_names) != tuple(whole.axis_names):
+        return frozenset(whole.axis_names)
+    return frozenset(name for name in whole.axis_names if whole.shape[name] != mesh.shape[name])
+
+
+def _same_axes(mesh: Any, other: Any) -> bool:
+    return tuple(mesh.shape.items()) == tuple(other.shape.items())
+
+
+def _no_mesh(given: Any, match: Match | None, whole: Mesh | None, line: str) -> ShardingError:
+    if given is None:
+        return ShardingError(
+            message(
+                "a `shard_map` without a mesh stands in no task, and no `MultiMesh` is active.",
+                where=line,
+                ways=(
+                    "open the scope of a task around it.",
+                    "give `mesh=`.",
+                ),
+            )
+        )
+    around = [f"the global mesh {describe_axes(whole)}"] if whole is not None else []
+    around += [f"the submesh {describe_axes(match.mesh)}"] if match is not None else []
+    return ShardingError(
+        message(
+            f"a `shard_map` is given the mesh {describe_axes(given)}, which has no devices and is "
+            f"not {' or '.join(around) or 'known'}.",
+            where=line,
+            ways=("give a `jax.sharding.Mesh`.", "leave out `mesh=`: the scope then says it."),
+        )
+    )
+
+
+def lines_off_slices(jaxpr: ClosedJaxpr, global_mesh: Mesh | None) -> frozenset[str]:
+    """The lines of `shard_map`s on the global mesh that were traced on a slice but need it all.
+
+    Their bodies use an axis that the slice cuts. Backward passes do not count: there JAX itself
+    sums over axes that no spec names, which on a slice comes to the same.
+    """
+    if global_mesh is None:
+        return frozenset()
+    return frozenset(
+        mesh.line
+        for eqn, scope in _shard_maps(jaxpr, Scope(), {})
+        if isinstance(mesh := eqn.params["mesh"], LentMesh)
+        and mesh.given is not None
+        and same_mesh(mesh.given, global_mesh)
+        and not scope.backprop
+        and shard_maps.collective_axes(eqn) & _cut_of(mesh, global_mesh)
+    )
+
+
+def _cut_of(mesh: LentMesh, whole: Mesh) -> frozenset[str]:
+    return frozenset(n for n in whole.axis_names if whole.shape[n] != mesh.shape.get(n))
+
+
+def _shard_maps(
+    jaxpr: Any, outer: Scope, known: dict[int, tuple[Any, bool]]
+) -> Iterator[tuple[Any, Scope]]:
+    """Every `shard_map` with its scope, those inside others left out."""
+    for eqn in jaxprs.open_jaxpr(jaxpr).eqns:
+        if shard_maps.is_shard_map(eqn):
+            yield eqn, outer.join(scope_of_equation(eqn))
+            continue
+        for inner in jaxprs.sub_jaxprs(eqn.params):
+            if shard_maps.with_shard_maps(inner, known):
+                yield from _shard_maps(inner, outer.join(scope_of_equation(eqn)), known)
+
+
+# --- placing -------------------------------------------------------------------------------------
+
+
+def mesh_called_for(
+    eqn: Any, match: Match | None, global_mesh: Mesh | None
+) -> tuple[Mesh, str] | None:
+    """The mesh that a `shard_map` has to stand on, with its label; None: that of its scope.
+
+    Args:
+        eqn: A `shard_map`.
+        match: What its scope says.
+        global_mesh: The global mesh, if there is one.
+
+    Raises:
+        PartitionError: It was traced on a slice of other axes than the one it stands on.
+    """
+    traced = eqn.params["mesh"]
+    given = traced.given if isinstance(traced, LentMesh) else traced
+    if isinstance(given, Mesh) and not same_mesh(given, global_mesh):
+        return given, devices_label(list(given.devices.flat))
+    if match is not None and _same_axes(traced, match.mesh):
+        return None
+    if global_mesh is not None and _same_axes(traced, global_mesh):
+        return global_mesh, ALL_DEVICES
+    raise PartitionError(
+        message(
+            f"a `shard_map` was traced on the axes {describe_axes(traced)} and stands in "
+            + ("no task." if match is None else f"`{match.label}` ({describe_axes(match.mesh)})."),
+            where=name_stack.source_line(eqn),
+            ways=(
+                "do not share the function that holds it between scopes of unlike submeshes: call "
+                "another `jax.jit` or `jax.checkpoint` of it in each.",
+            ),
+        )
+    )
