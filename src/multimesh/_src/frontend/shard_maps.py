@@ -94,15 +94,15 @@ def lending(matcher: Matcher, off_slices: Set[str]) -> AbstractContextManager[No
     def lend(given: Mesh | AbstractMesh | None, named: frozenset[str]) -> LentMesh:
         whole, line = matcher.global_mesh, name_stack.current_line()
         if isinstance(given, Mesh) and not same_mesh(given, whole):
-            return lent_mesh(given.shape, given, devices_label(list(given.devices.flat)), line)
+            return lent_mesh(given, given, devices_label(list(given.devices.flat)), line)
         match = _match_here(matcher)
         if match is not None and (given is None or _same_axes(given, match.mesh)):
-            return lent_mesh(match.mesh.shape, given, match.label, line)
+            return lent_mesh(match.mesh, given, match.label, line)
         if whole is None or (given is not None and not same_mesh(given, whole)):
             raise _no_mesh(given, match, whole, line)
         if match is None or line in off_slices or named & cut_axes(match.mesh, whole):
-            return lent_mesh(whole.shape, given, ALL_DEVICES, line)
-        return lent_mesh(match.mesh.shape, given, match.label, line)
+            return lent_mesh(whole, given, ALL_DEVICES, line)
+        return lent_mesh(match.mesh, given, match.label, line)
 
     return shard_maps.lending(lend)
 
@@ -208,12 +208,15 @@ def mesh_called_for(
         return given, devices_label(list(given.devices.flat))
     if match is not None and _same_axes(traced, match.mesh):
         return None
-    if global_mesh is not None and _same_axes(traced, global_mesh):
+    if match is None and isinstance(traced, LentMesh) and traced.home is not None:
+        return traced.home, traced.label  # JAX moved it out of a loop, and it lost its scope
+    if match is None or (global_mesh is not None and _same_axes(traced, global_mesh)):
+        assert global_mesh is not None  # the mesh that it names, as checked above
         return global_mesh, ALL_DEVICES
     raise PartitionError(
         message(
             f"a `shard_map` was traced on the axes {describe_axes(traced)} and stands in "
-            + ("no task." if match is None else f"`{match.label}` ({describe_axes(match.mesh)})."),
+            f"`{match.label}` ({describe_axes(match.mesh)}).",
             where=name_stack.source_line(eqn),
             ways=(
                 "do not share the function that holds it between scopes of unlike submeshes: call "

@@ -18,7 +18,6 @@ there; one without a mesh has to be `multimesh.jax.shard_map`.
 
 import contextlib
 import functools
-import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -50,13 +49,16 @@ class LentMesh(AbstractMesh):
 
     Attributes:
         given: What the user gave: a mesh or None.
+        home: The mesh with devices that has these axes, where the call stands. None inside another
+            `shard_map`.
         label: How users see it: `stage=1`.
         line: The user's `file:line` of the call.
     """
 
-    __slots__ = ("given", "label", "line")
+    __slots__ = ("given", "home", "label", "line")
 
     given: Mesh | AbstractMesh | None
+    home: Mesh | None
     label: str
     line: str
 
@@ -67,18 +69,21 @@ class LentMesh(AbstractMesh):
 
 
 def lent_mesh(
-    shape: Mapping[str, int], given: Mesh | AbstractMesh | None, label: str, line: str
+    home: Mesh, given: Mesh | AbstractMesh | None, label: str, line: str
 ) -> LentMesh:
-    """Makes a lent mesh with these axes; see `LentMesh`."""
+    """Makes a lent mesh with the axes of `home`, of type Auto; see `LentMesh`."""
+    types = (AxisType.Auto,) * len(home.axis_names)
+    return _lent(home, types, given=given, home=home, label=label, line=line)
+
+
+def _lent(mesh: Mesh | AbstractMesh, axis_types: tuple[AxisType, ...], **own: Any) -> LentMesh:
     fields = {
-        "axis_sizes": tuple(shape.values()),
-        "axis_names": tuple(shape),
-        "axis_types": (AxisType.Auto,) * len(shape),
+        "axis_sizes": tuple(mesh.shape.values()),
+        "axis_names": tuple(mesh.axis_names),
+        "axis_types": axis_types,
         "abstract_device": None,
-        "size": math.prod(shape.values()),
-        "given": given,
-        "label": label,
-        "line": line,
+        "size": mesh.size,
+        **own,
     }
     # JAX's constructor would give one of its own meshes: equal ones are one object.
     lent = object.__new__(LentMesh)
@@ -138,20 +143,17 @@ def _release() -> None:
             shard_map._check_specs_vs_args = _originals["_check_specs_vs_args"]
 
 
-def _lends() -> bool:
-    """Whether a `shard_map` called here is lent a mesh: we trace, and it stands in no other."""
-    return (
-        getattr(_ACTIVE, "lender", None) is not None and jax.sharding.get_abstract_mesh().empty
-    )
-
-
 def _shmap_checks(mesh: Any, axis_names: Any, in_specs: Any, out_specs: Any, *rest: Any) -> Any:
     check = _originals["_shmap_checks"]
     mesh = mesh.given if isinstance(mesh, LentMesh) else mesh
-    if not _lends() or not (mesh is None or isinstance(mesh, (Mesh, AbstractMesh))):
+    lender, around = getattr(_ACTIVE, "lender", None), jax.sharding.get_abstract_mesh()
+    if lender is None or not (mesh is None or isinstance(mesh, (Mesh, AbstractMesh))):
         return check(mesh, axis_names, in_specs, out_specs, *rest)
-    lent = _ACTIVE.lender(mesh, _axes_in((in_specs, out_specs)))
-    return _fitting(lent, check, lent, axis_names, in_specs, out_specs, *rest)
+    if around.empty:
+        lent = lender(mesh, _axes_in((in_specs, out_specs)))
+        return _fitting(lent, check, lent, axis_names, in_specs, out_specs, *rest)
+    chosen, names = check(mesh, axis_names, in_specs, out_specs, *rest)
+    return _lent(chosen, chosen.axis_types, given=mesh, home=None, label="", line=""), names
 
 
 def _check_specs_vs_args(f: Any, mesh: Any, *rest: Any) -> Any:
