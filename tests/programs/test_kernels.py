@@ -1,4 +1,4 @@
-"""shard_map inside and between tasks: on slices, on the whole mesh, by hand (R16, R18)."""
+"""Kernels inside tasks: custom_partitioning, and Pallas in interpret mode."""
 
 import functools
 
@@ -7,402 +7,245 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec as P
+from jax.experimental import pallas as pl
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import NamedSharding, PartitionSpec as P
 
-from multimesh._src.errors import PartitionError, ShardingError
-from multimesh.jax import Context, MultiMesh, Task, TaskMesh, microbatch, mjit, shard_map
-from tests.programs.kernels import X, Y, check, make_mesh, make_multi, make_step, submeshes_of
-from tests.programs.kernels import weights
-from tests.programs.plainly import layer
+import multimesh.jax as mm
+from multimesh.jax import Task, microbatch, mjit, with_sharding_constraint
+from tests.programs.measured import (
+    X,
+    Y,
+    check,
+    make_mesh,
+    make_multi,
+    make_step,
+    submeshes_of,
+    weights,
+)
 
 MESH = make_mesh()
 ROWS = {"in_specs": (P(), P("data")), "out_specs": P("data")}
 
 
-def mapped(f, mesh=MESH, **options):
-    return jax.shard_map(f, mesh=mesh, **{**ROWS, **options})
+def differentiable(forward, transposed):
+    """`tanh(x @ w)` by a kernel, and its gradients by kernels for `a.T @ b`."""
 
-
-def dense(w, x):
-    return jnp.tanh(x @ w)
-
-
-def with_collectives(w, x):
-    x = jnp.tanh(x @ w)
-    mean = lax.pmean(x.mean(0), "data")
-    turned = lax.ppermute(x, "data", [(0, 1), (1, 0)])
-    every = lax.all_gather(x, "data").sum((0, 1))
-    part = lax.psum_scatter(every.repeat(2, 0) * x.sum(), "data", tiled=True)
-    return x - mean + 0.5 * turned + 0.01 * part.sum() + lax.axis_index("data")
-
-
-def on_slices(compiled):
-    return submeshes_of(compiled) == {"stage=0", "stage=1"}
-
-
-# --- inside a task -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("body", [dense, with_collectives])
-def test_global_mesh_means_the_slice(body, check_vma):
-    compiled = check(
-        make_multi(MESH), make_step(mapped(body, check_vma=check_vma)), weights(), (X, Y)
-    )
-    assert on_slices(compiled)
-
-
-@pytest.mark.parametrize("explicit", [False, True])
-@pytest.mark.parametrize("make", [jax.shard_map, shard_map])
-def test_without_a_mesh(make, explicit):
-    @functools.partial(make, **ROWS)  # made before any mesh is known
-    def block(w, x):
-        return with_collectives(w, x)
-
-    mesh = make_mesh(explicit=explicit)
-    plain = make_mesh()
-    compiled = check(make_multi(mesh), make_step(block), weights(), (X, Y), plain=plain)
-    assert on_slices(compiled)
-
-
-def test_explicit_axes():
-    mesh = make_mesh(explicit=True)
-    step, reference = (make_step(mapped(with_collectives, m)) for m in (mesh, MESH))
-    assert on_slices(check(make_multi(mesh), step, weights(), (X, Y), reference=reference))
-
-
-def test_the_function_is_left_as_it_was():
-    """JAX keeps the mesh of a call for the next one: not ours."""
-    block = mapped(dense)
-    without = jax.shard_map(dense, **ROWS)
-    for f in (block, without):
-        with make_multi(MESH):
-            mjit(make_step(f))(weights(), (X, Y))
-    jaxpr = jax.make_jaxpr(block)(weights()[0], X)
-    assert jaxpr.eqns[0].params["mesh"] is MESH
-    with jax.set_mesh(MESH):
-        assert jax.make_jaxpr(without)(weights()[0], X).eqns[0].params["mesh"].size == 8
-
-
-@pytest.mark.parametrize("axis_names", [{"data"}, {"stage", "data"}, {"data", "model"}])
-def test_partially_manual(axis_names):
-    def body(w, x):
-        y = lax.with_sharding_constraint(jnp.tanh(x @ w), P(None, None))
-        return y + lax.psum(y.sum(), "data")
-
-    compiled = check(
-        make_multi(MESH), make_step(mapped(body, axis_names=axis_names)), weights(), (X, Y)
-    )
-    assert on_slices(compiled)
-
-
-def test_weights_sharded_over_an_axis():
-    def body(w, x):  # w: columns over model, x: rows over data
-        y = jnp.tanh(x @ w)
-        return lax.psum_scatter(lax.all_gather(y, "model", axis=1, tiled=True) @ w.mT @ w, "data")[None]
-
-    def row_parallel(w, x):
-        return jnp.tanh(lax.psum(x @ w, "model"))
-
-    specs = {"in_specs": (P("model"), P("data", "model")), "out_specs": P("data")}
-    check(make_multi(MESH), make_step(mapped(row_parallel, **specs)), weights(), (X, Y))
-
-
-def test_nested():  # forward only: JAX cannot lower its gradient
-    @functools.partial(
-        jax.shard_map,
-        in_specs=P(None, "model"),
-        out_specs=P(None, "model"),
-        axis_names={"model"},
-    )
-    def inner(x):
-        return x * lax.psum(x.sum(), "model") / 8
-
-    block = mapped(lambda w, x: inner(jnp.tanh(x @ w)), axis_names={"data"})
-
-    def step(params, x):
-        for index, w in enumerate(params):
-            with layer(index):
-                x = block(w, x)
-        return params, x
-
-    assert on_slices(check(make_multi(MESH), step, weights(), X))
-
-
-def test_scan_cond_and_custom_vjp_inside():
     @jax.custom_vjp
-    def clipped(x):
-        return x * 1.5
+    def block(w, x):
+        return forward(w, x)
 
-    clipped.defvjp(lambda x: (x * 1.5, x), lambda x, g: (jnp.clip(g, -0.01, 0.01) * x,))
+    def fwd(w, x):
+        y = forward(w, x)
+        return y, (w, x, y)
 
-    def body(w, x):
-        def turn(x, _):
-            x = jnp.tanh(x @ w) + 0.1 * lax.pmean(x.mean(), "data")
-            return lax.cond(x.sum() > 0, lambda x: x * 2, lambda x: x, x), x.sum()
+    def bwd(saved, g):
+        w, x, y = saved
+        g = g * (1 - y * y)
+        return transposed(x, g), transposed(g.T, w.T)
 
-        x, sums = lax.scan(jax.checkpoint(turn), x, None, length=3)
-        return clipped(x) + sums.sum()
-
-    assert on_slices(check(make_multi(MESH), make_step(mapped(body)), weights(), (X, Y)))
-
-
-@pytest.mark.parametrize("how", ["remat", "remat of all", "scan", "jit", "vmap"])
-@pytest.mark.parametrize("given", [MESH, None])
-def test_inside_other_transformations(how, given):
-    block = shard_map(with_collectives, mesh=given, **ROWS)
-    wrap = lambda grad: grad
-    if how == "remat":
-        block = jax.checkpoint(block)
-    if how == "jit":
-        block = jax.jit(block)
-    if how == "vmap":
-        block = jax.vmap(lambda w, x: block_of(w, x), in_axes=(None, 1), out_axes=1)
-        block_of = shard_map(lambda w, x: jnp.tanh(w.sum() * x.sum() + x), mesh=given, **ROWS)
-    if how == "scan":
-        once = block
-        block = lambda w, x: lax.scan(lambda x, w: (once(w, x), None), x, jnp.stack([w, w / 2]))[0]
-    if how == "remat of all":
-        wrap = lambda grad: jax.checkpoint(grad)
-    plain = MESH if given is None else None
-    assert on_slices(
-        check(make_multi(MESH), make_step(block, wrap), weights(), (X, Y), plain=plain)
-    )
+    block.defvjp(fwd, bwd)
+    return block
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
-@pytest.mark.parametrize("given", [MESH, None])
-def test_in_a_microbatch_loop(schedule, given):
-    def wrap(grad):
-        return microbatch(grad, 0, 4, argnum=1, schedule=schedule, reduce="mean")
-
-    block = shard_map(with_collectives, mesh=given, check_vma=False, **ROWS)
-    plain = MESH if given is None else None
-    step = make_step(lambda w, x: block(w @ w, x), wrap)
-    assert on_slices(check(make_multi(MESH), step, weights(), (X, Y), plain=plain))
+# --- custom_partitioning -------------------------------------------------------------------------
 
 
-def test_stages_share_one_program():
-    compiled = check(make_multi(make_mesh((4, 2, 1))), make_step(mapped(dense, make_mesh((4, 2, 1)))), weights(4), (X, Y))
-    bodies = {id(e.body) for e in compiled.backend.plan.executables if e.name.startswith("layer1") or e.name.startswith("layer2")}
-    assert len(bodies) == 2
+def make_partitioned(seen, make=custom_partitioning):
+    """A kernel for x[m,k], w[k,n] that keeps rows, and sums over the axes that shard k."""
+
+    @make
+    def kernel(w, x):
+        return jnp.tanh(x @ w)
+
+    def partition(mesh, arguments, result):
+        seen.append(mesh)
+        rows, inner = (*arguments[1].sharding.spec, None, None)[:2]
+        shardings = NamedSharding(mesh, P(inner, None)), NamedSharding(mesh, P(rows, inner))
+
+        def on_shard(w, x):
+            y = x @ w
+            return jnp.tanh(y if inner is None else lax.psum(y, inner))
+
+        return mesh, on_shard, NamedSharding(mesh, P(rows, None)), shardings
+
+    def infer(mesh, arguments, result):  # unused where Shardy propagates
+        rows = (*arguments[1].sharding.spec, None)[0]
+        return NamedSharding(mesh, P(rows, None))
+
+    def rule(mesh, values, results):
+        seen.append(mesh)
+        return "k n, m k -> m n"
+
+    kernel.def_partition(partition, infer_sharding_from_operands=infer, sharding_rule=rule)
+    return kernel
 
 
-def test_eager_gradient():
-    block = mapped(with_collectives)
+@pytest.mark.parametrize("spec", [P("data", None), P("data", "model"), P(None, None)])
+@pytest.mark.parametrize("make", [custom_partitioning, mm.custom_partitioning])
+def test_callbacks_see_the_submesh(spec, make):
+    seen = []
+    kernel = make_partitioned(seen, make)
+    block = differentiable(kernel, lambda a, b: a.T @ b)
 
-    def loss(w, x):
-        with layer(1):
-            return (block(w, x) ** 2).mean()
+    def constrained(w, x):
+        return block(w, with_sharding_constraint(x, spec))
+
+    multi = make_multi(MESH)
+    step, reference = make_step(constrained), make_step(block)
+    with multi:
+        mjit(step).lower(weights(), (X, Y)).compile()
+    slices = [multi.slice(stage=0), multi.slice(stage=1)]
+    assert all(mesh.shape["stage"] == 1 and mesh.size == 4 for mesh in seen)
+    assert {tuple(mesh.devices.flat) for mesh in seen} == {tuple(m.devices.flat) for m in slices}
+    assert submeshes_of(check(multi, step, weights(), (X, Y), reference=reference)) == {
+        "stage=0",
+        "stage=1",
+    }
+
+
+def test_layouts_go_through_the_rule():
+    kernel = make_partitioned([])
+
+    def step(w, x):
+        with jax.named_scope("layer0"):
+            return kernel(w, with_sharding_constraint(x, P("data", None)))
 
     with make_multi(MESH):
-        ours = jax.grad(mjit(loss))(weights()[0], X)
-    np.testing.assert_allclose(ours, jax.grad(loss)(weights()[0], X), rtol=1e-4)
+        result = mjit(step)(weights()[0], X)
+    assert result.sharding.spec == P("data", None)
+    np.testing.assert_allclose(result, np.tanh(X @ weights()[0]), rtol=1e-5)
 
 
-# --- axes that the slice cuts --------------------------------------------------------------------
+def test_partitioned_kernel_in_loops_and_shard_map():
+    block = differentiable(make_partitioned([]), lambda a, b: a.T @ b)
+    manual = jax.shard_map(block, mesh=MESH, check_vma=False, **ROWS)
 
-
-def by_stage(w, x):
-    return jnp.tanh(x @ w) * (1 + lax.axis_index("stage"))
-
-
-def summed_over_stages(w, x):
-    return jnp.tanh(lax.psum(by_stage(w, x), ("stage", "data")))[:2]
-
-
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize(
-    "body, options",
-    [
-        (by_stage, {"out_specs": P(("stage", "data")), "in_specs": (P(), P(("stage", "data")))}),
-        (lambda w, x: lax.psum(by_stage(w, x), "stage"), {}),
-        (lambda w, x: dense(w, x) - x.mean(0), ROWS),
-    ],
-)
-def test_what_uses_a_cut_axis_runs_on_the_whole_mesh(body, options, check_vma):
-    step = make_step(mapped(body, check_vma=check_vma, **options))
-    compiled = check(make_multi(MESH), step, weights(), (X, Y))
-    assert ("all devices" in submeshes_of(compiled)) == (options is not ROWS)
-
-
-def test_whole_mesh_in_a_loop_and_in_scans():
-    block = mapped(lambda w, x: lax.psum(by_stage(w, x), "stage"))
-
-    def scanned(w, x):
-        return lax.scan(lambda x, _: (block(w, jnp.tanh(x @ w)), None), x, None, length=2)[0]
-
-    def mixed(w, x):
-        return jnp.tanh(scanned(w, x) @ w)
+    def both(w, x):
+        return lax.scan(lambda x, _: (manual(w, jax.checkpoint(block)(w, x)), None), x, None, 2)[0]
 
     def wrap(grad):
         return microbatch(grad, 0, 4, argnum=1, reduce="mean")
 
-    compiled = check(make_multi(MESH), make_step(jax.jit(mixed), wrap), weights(), (X, Y))
-    assert submeshes_of(compiled) == {"all devices", "stage=0", "stage=1"}
+    check(make_multi(MESH), make_step(both, wrap), weights(), (X, Y))
 
 
-def test_between_tasks():
-    block = mapped(dense)
-    spread = mapped(
-        lambda x: x * lax.axis_index("stage"), in_specs=P(("stage", "data")), out_specs=P(("stage", "data"))
-    )
-    plainly = mapped(lambda x: x + lax.psum(x.sum(), "data"), in_specs=P("data"), out_specs=P("data"))
-
-    def loss(params, batch):
-        x, y = batch
-        for index, w in enumerate(params):
-            with layer(index):
-                x = jnp.tanh(block(w, x) @ w)
-            x = plainly(spread(x))
-        return jnp.mean((x - y) ** 2)
-
-    def step(params, batch):
-        value, grads = jax.value_and_grad(loss)(params, batch)
-        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
-
-    compiled = check(make_multi(MESH), step, weights(), (X, Y))
-    assert submeshes_of(compiled) == {"all devices", "stage=0", "stage=1"}
+# --- Pallas --------------------------------------------------------------------------------------
 
 
-def test_around_the_scopes():
-    def model(params, x):
-        for index, w in enumerate(params):
-            with layer(index):
-                x = jnp.tanh(x @ w) + lax.psum(x.sum(), "data")
-        return x
-
-    def step(params, batch):
-        def loss(params):
-            return jnp.mean(mapped(model)(params, batch[0]) ** 2)
-
-        value, grads = jax.value_and_grad(loss)(params)
-        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
-
-    compiled = check(make_multi(MESH), step, weights(), (X, Y))
-    assert "all devices" in submeshes_of(compiled)
+def _forward(w_ref, x_ref, y_ref):
+    y_ref[...] = jnp.tanh(x_ref[...] @ w_ref[...])
 
 
-# --- other meshes --------------------------------------------------------------------------------
+def _transposed(a_ref, b_ref, y_ref):
+    y_ref[...] = a_ref[...].T @ b_ref[...]
 
 
-def test_a_submesh_by_hand_places_the_value():
-    multi = make_multi(MESH)
-    second = multi.slice(stage=1)
-    other = Mesh(np.array(jax.devices()[2:6])[::-1], ("rows",))
-    there = mapped(dense, second)
-    elsewhere = mapped(
-        lambda w, x: lax.psum(x @ w, "rows") + x, other, in_specs=(P(), P("rows")), out_specs=P("rows")
-    )
-
-    def block(w, x):
-        return elsewhere(w / 4, there(w, x))
-
-    def reference(w, x):
-        return (x := dense(w, x)) + jnp.tile((x.reshape(4, 2, 8) @ (w / 4)).sum(0), (4, 1))
-
-    compiled = check(multi, make_step(block), weights(), (X, Y), reference=make_step(reference))
-    assert {"devices 4-7", "devices 5,4,3,2"} <= submeshes_of(compiled)
+def pallas_forward(w, x):
+    rows, inner = x.shape
+    return pl.pallas_call(
+        _forward,
+        grid=(2,),
+        in_specs=[
+            pl.BlockSpec(w.shape, lambda i: (0, 0)),
+            pl.BlockSpec((rows // 2, inner), lambda i: (i, 0)),
+        ],
+        out_specs=pl.BlockSpec((rows // 2, w.shape[1]), lambda i: (i, 0)),
+        out_shape=jax.ShapeDtypeStruct((rows, w.shape[1]), x.dtype),
+        interpret=True,
+    )(w, x)
 
 
-def test_task_meshes_without_a_multi_mesh():
-    context = Context()
-    for index, devices in enumerate(([0, 1], [2, 3, 4, 5])):
-        mesh = TaskMesh(devices=devices, axis_sizes=(len(devices),), axis_names=("data",))
-        context.register_task(rf"layer{index}", task=Task(name=f"layer{index}", mesh=mesh))
-    block = shard_map(lambda w, x: dense(w, x) + lax.pmean(x.mean(), "data"), **ROWS)
-    plain = Mesh(np.array(jax.devices()[:4]), ("data",))
-    compiled = check(context, make_step(block), weights(), (X, Y), plain=plain)
-    assert submeshes_of(compiled) == {"devices 0-1", "devices 2-5"}
+def pallas_transposed(a, b):
+    shape = jax.ShapeDtypeStruct((a.shape[1], b.shape[1]), a.dtype)
+    return pl.pallas_call(_transposed, out_shape=shape, interpret=True)(a, b)
 
 
-def test_slices_of_unlike_sizes():
+pallas_block = differentiable(pallas_forward, pallas_transposed)
+
+
+@pytest.mark.parametrize("how", ["", "remat", "shard_map"])
+def test_pallas(how):
+    block = {
+        "": pallas_block,
+        "remat": jax.checkpoint(pallas_block),
+        "shard_map": jax.shard_map(pallas_block, mesh=MESH, check_vma=False, **ROWS),
+    }[how]
+    compiled = check(make_multi(MESH), make_step(block), weights(), (X, Y))
+    assert submeshes_of(compiled) == {"stage=0", "stage=1"}
+
+
+def halves(index):
+    return {"mesh_slice": {"stage": index}, "split_backprop": ("_dx", "_dw")}
+
+
+@pytest.mark.parametrize("manual", [False, True])
+def test_backward_kernels_are_split(manual):
+    """A kernel counts as a contraction: B has what the weight gradient reads, W the gradient."""
+    block = pallas_block
+    if manual:
+        block = jax.shard_map(block, mesh=MESH, check_vma=False, **ROWS)
+
+    def wrap(grad):
+        return microbatch(grad, 0, 4, argnum=1, schedule="zb-h1", reduce="mean")
+
+    step = make_step(lambda w, x: block(w, jnp.tanh(x @ w)), wrap)
+    compiled = check(make_multi(MESH, halves), step, weights(), (X, Y))
+    (loop,) = compiled.program.loops
+    assert loop.whole == ()
+    names = {task.name for task in compiled.program.tasks}
+    assert {"layer0_bwd_dx", "layer0_bwd_dw"} <= names
+
+
+@pytest.mark.parametrize("kind", ["pallas", "shard_map", "pallas in shard_map", "partitioned"])
+def test_equal_stages_share_bodies(kind):
     mesh = make_mesh((4, 2, 1))
+    dense = differentiable(lambda w, x: jnp.tanh(x @ w), lambda a, b: a.T @ b)
+    manual = functools.partial(jax.shard_map, mesh=mesh, check_vma=False, **ROWS)
+    block = {
+        "pallas": pallas_block,
+        "shard_map": manual(dense),
+        "pallas in shard_map": manual(pallas_block),
+        "partitioned": differentiable(make_partitioned([]), lambda a, b: a.T @ b),
+    }[kind]
+    with make_multi(mesh):
+        lowered = mjit(make_step(block)).lower(weights(4), (X, Y))
+    plan = lowered._partitioned.plan
+    bodies = {e.name: id(e.body) for e in plan.executables}
+    assert bodies["layer1"] == bodies["layer2"]
+    assert bodies["layer1_bwd"] == bodies["layer2_bwd"]
 
-    def place(index):
-        return {"mesh_slice": {"stage": [0, 1] if index else 2}}
 
-    block = mapped(with_collectives, mesh)
-    compiled = check(make_multi(mesh, place), make_step(block), weights(), (X, Y))
-    assert submeshes_of(compiled) == {"stage=2", "stage=[0, 1]"}
+def test_grids_of_unlike_kernels_are_told_apart():
+    def scaled(rows):
+        def block(w, x):
+            spec = pl.BlockSpec((rows, x.shape[1]), lambda i: (i, 0))
+            return pl.pallas_call(
+                lambda x_ref, y_ref: y_ref.__setitem__(..., x_ref[...] - x_ref[...].sum()),
+                grid=(x.shape[0] // rows,),
+                in_specs=[spec],
+                out_specs=spec,
+                out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
+                interpret=True,
+            )(x @ w)
+
+        return block
+
+    def step(params, x):
+        for index, w in enumerate(params):
+            with jax.named_scope(f"layer{index}"):
+                x = scaled((2, 4)[index])(w, x)
+        return params, x
+
+    check(make_multi(MESH), step, weights(), X, steps=1)
 
 
-def test_program_with_nothing_but_a_shard_map():
+def test_task_of_a_kernel_by_name():
+    context = mm.Context()
+    context.register_task("fused", task=Task(mesh=mm.TaskMesh(devices=[3])))
+
     def step(w, x):
-        return mapped(dense)(w, x), x.sum()
+        with jax.named_scope("fused"):
+            return w, pallas_forward(w, x)
 
-    with MultiMesh(global_mesh=MESH):
-        ours, _ = mjit(step)(weights()[0], X)
-    np.testing.assert_allclose(ours, dense(weights()[0], X), rtol=1e-5)
-
-
-def test_outside_of_our_programs_it_is_jaxs_own():
-    w = weights()[0]
-    with MultiMesh(global_mesh=MESH):
-        block = shard_map(dense, **ROWS)
-        assert block(w, X).sharding.mesh == MESH
-        assert jax.jit(block)(w, X).sharding.num_devices == 8
-    with jax.set_mesh(MESH):
-        assert shard_map(dense, **ROWS)(w, X).sharding.num_devices == 8
-    with pytest.raises(ValueError, match="context mesh"):
-        shard_map(dense, **ROWS)(w, X)
-
-
-# --- mistakes ------------------------------------------------------------------------------------
-
-
-def fails(error, match, block, multi=None, **places):
-    with multi or make_multi(MESH, **places), pytest.raises(error, match=match) as raised:
-        mjit(make_step(block))(weights(), (X, Y))
-    return str(raised.value)
-
-
-def test_unknown_axes():
-    text = fails(ShardingError, "does not fit `stage=0`", mapped(dense, in_specs=(P(), P("rows"))))
-    assert "'stage': 1, 'data': 2, 'model': 2" in text and "rows" in text
-    fails(ShardingError, "does not fit `stage=0`", mapped(dense, axis_names={"rows"}))
-
-
-def test_a_slice_without_the_axis():
-    def place(index):
-        return {"mesh": TaskMesh(devices=[index, 4 + index], axis_names=("other",))}
-
-    fails(ShardingError, "does not fit `devices 0,4`", shard_map(dense, **ROWS), place=place)
-
-
-def test_specs_that_do_not_divide():
-    block = shard_map(dense, in_specs=(P(), P(("data", "model"))), out_specs=P(("data", "model")))
-    with make_multi(MESH), pytest.raises(ShardingError, match="not evenly divisible"):
-        mjit(make_step(block))(weights(), (X[:6], Y[:6]))
-
-
-def test_specs_of_another_rank():
-    fails(ShardingError, "does not fit", mapped(dense, in_specs=(P(), P(None, None, "data"))))
-
-
-def test_layouts_cannot_be_inferred():
-    mesh = make_mesh(explicit=True)
-    block = jax.shard_map(dense, mesh=mesh, out_specs=P("data"))
-    fails(ShardingError, "in_specs", block, multi=make_multi(mesh))
-
-
-def test_no_mesh_at_all():
-    context = Context()
-    context.register_task("other", task=Task(mesh=TaskMesh(devices=[0])))
-    fails(ShardingError, "stands in no task", shard_map(dense, **ROWS), multi=context)
-
-
-def test_an_abstract_mesh_of_other_sizes():
-    mesh = AbstractMesh((4, 2), ("stage", "data"), axis_types=(AxisType.Auto,) * 2)
-    text = fails(ShardingError, "has no devices", mapped(dense, mesh))
-    assert "`stage`=4" in text and "the submesh `stage`=1" in text
-
-
-def test_one_jit_in_scopes_of_unlike_submeshes():
-    mesh = make_mesh((2, 2, 1))
-
-    def place(index):
-        return {"mesh_slice": {"stage": 0} | ({"data": 1} if index else {})}
-
-    block = jax.jit(shard_map(dense, **ROWS))
-    fails(PartitionError, "was traced on the axes", block, multi=make_multi(mesh, place))
+    assert submeshes_of(check(context, step, weights()[0], X, steps=1)) == {"device 3"}

@@ -2,6 +2,8 @@
 
 from typing import NoReturn
 
+from jax.experimental.custom_partitioning import custom_partitioning
+
 from multimesh import __version__
 from multimesh._src.config import (
     autoshard,
@@ -35,6 +37,7 @@ __all__ = [
     "autoshard",
     "clear_tasks",
     "context",
+    "custom_partitioning",
     "enable_fast_path",
     "enable_recomputation",
     "enable_task_fusion",

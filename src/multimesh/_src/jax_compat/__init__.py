@@ -100,11 +100,23 @@ ENTRIES = (
         names=(
             "jax._src.source_info_util.Transform",
             "jax._src.source_info_util.current_name_stack",
-            "jax._src.source_info_util.user_frame",
+            "jax._src.source_info_util.current, user_frame",
+            "jax._src.source_info_util.SetNameStackContextManager",
             "NameStack.stack",
         ),
         versions=_ALL,
         without="the text of name stacks is parsed; scopes open around a call are not seen",
+    ),
+    Entry(
+        file="shard_maps.py",
+        names=(
+            "jax._src.shard_map._shmap_checks, _check_specs_vs_args",
+            "jax._src.core.unshard_aval_handlers, ShapedArray; NamedAxisEffect by name",
+            "fields of jax.sharding.AbstractMesh; params of shard_map",
+        ),
+        versions=_ALL,
+        without="a shard_map on the global mesh runs on all its devices; one without a mesh must "
+        "be multimesh.jax.shard_map",
     ),
     Entry(
         file="shardy.py",
