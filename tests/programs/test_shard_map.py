@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec as P
 
-from multimesh._src.errors import PartitionError, ShardingError
+from multimesh._src.errors import ShardingError
 from multimesh.jax import Context, MultiMesh, Task, TaskMesh, microbatch, mjit, shard_map
 from tests.programs.measured import X, Y, check, make_mesh, make_multi, make_step, submeshes_of
 from tests.programs.measured import weights
@@ -327,6 +327,29 @@ def test_slices_of_unlike_sizes():
     assert submeshes_of(compiled) == {"stage=2", "stage=[0, 1]"}
 
 
+@pytest.mark.parametrize("share", [jax.jit, jax.checkpoint])
+@pytest.mark.parametrize("given", [True, False])
+def test_one_trace_for_unlike_submeshes(share, given):
+    """JAX would give the trace of the first scope to the second."""
+    mesh = make_mesh((2, 2, 1))
+
+    def place(index):
+        return {"mesh_slice": {"stage": 0} | ({"data": 1} if index else {})}
+
+    def body(w, x):
+        return jnp.tanh(x @ w) + lax.pmean(x.mean(), "data")
+
+    def reference(w, x):
+        return jnp.tanh(x @ w) + x.mean()
+
+    block = share(shard_map(body, mesh=mesh if given else None, **ROWS))
+    compiled = check(
+        make_multi(mesh, place), make_step(block), weights(), (X, Y), reference=make_step(reference)
+    )
+    used = {"stage=0", "all devices" if given else "stage=0,data=1"}
+    assert used <= submeshes_of(compiled)
+
+
 def test_program_with_nothing_but_a_shard_map():
     def step(w, x):
         return mapped(dense)(w, x), x.sum()
@@ -396,13 +419,3 @@ def test_an_abstract_mesh_of_other_sizes():
     mesh = AbstractMesh((4, 2), ("stage", "data"), axis_types=(AxisType.Auto,) * 2)
     text = fails(ShardingError, "has no devices", mapped(dense, mesh))
     assert "`stage`=4" in text and "the submesh `stage`=1" in text
-
-
-def test_one_jit_in_scopes_of_unlike_submeshes():
-    mesh = make_mesh((2, 2, 1))
-
-    def place(index):
-        return {"mesh_slice": {"stage": 0} | ({"data": 1} if index else {})}
-
-    block = jax.jit(shard_map(dense, **ROWS))
-    fails(PartitionError, "was traced on the axes", block, multi=make_multi(mesh, place))

@@ -12,19 +12,23 @@ what it means in plain JAX, so the slice will do only where no axis is used that
 specs, in collectives or by `axis_index`. Outside of every task both take the global mesh. What
 stands on the global mesh, or on another one, is a task on all of its devices.
 
-The axes that a body uses are known only when it is traced. So it is traced on the slice first; the
-lines where that was wrong are found afterwards (`lines_off_slices`), and tracing starts again.
+The axes that a body uses are known only when it is traced, and JAX gives the trace of one function
+to all scopes that call it. So all is traced as if slices would do and were alike; `learn` finds
+where that was wrong, and tracing starts again with what was learnt.
 """
 
+import contextlib
 import functools
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import AbstractMesh, Mesh
 
+from multimesh._src import config
 from multimesh._src.errors import PartitionError, ShardingError, message
 from multimesh._src.frontend import contexts
 from multimesh._src.frontend.logical import same_mesh
@@ -63,7 +67,7 @@ def shard_map(
         ShardingError: Specs that do not fit the mesh of the scope, or no mesh at all.
 
     Example:
-        >>> import jax.numpy as jnp
+        >>> import jax, jax.numpy as jnp
         >>> from jax.sharding import PartitionSpec as P
         >>> from multimesh.jax import MultiMesh, shard_map
         >>> with MultiMesh(axis_sizes=(1,), axis_names=("data",), devices=jax.devices()[:1]):
@@ -83,13 +87,22 @@ def shard_map(
 # --- while we trace ------------------------------------------------------------------------------
 
 
-def lending(matcher: Matcher, off_slices: Set[str]) -> AbstractContextManager[None]:
-    """While it is open, in this thread, `shard_map`s are traced on the meshes of their scopes.
+@dataclass(frozen=True, slots=True)
+class Lessons:
+    """What an earlier trace of the same function has taught.
 
-    Args:
-        matcher: Says which task a scope belongs to.
+    Attributes:
         off_slices: Lines of the user's program whose `shard_map`s take no slice of the global mesh.
+        unlike: Whether one trace was shared by scopes whose submeshes have unlike axes.
     """
+
+    off_slices: frozenset[str] = frozenset()
+    unlike: bool = False
+
+
+@contextlib.contextmanager
+def lending(matcher: Matcher, lessons: Lessons) -> Iterator[None]:
+    """While it is open, in this thread, `shard_map`s are traced on the meshes of their scopes."""
 
     def lend(given: Mesh | AbstractMesh | None, named: frozenset[str]) -> LentMesh:
         whole, line = matcher.global_mesh, name_stack.current_line()
@@ -100,11 +113,22 @@ def lending(matcher: Matcher, off_slices: Set[str]) -> AbstractContextManager[No
             return lent_mesh(match.mesh, given, match.label, line)
         if whole is None or (given is not None and not same_mesh(given, whole)):
             raise _no_mesh(given, match, whole, line)
-        if match is None or line in off_slices or named & cut_axes(match.mesh, whole):
+        off_slice = line in lessons.off_slices
+        if match is None or off_slice or named & _cut_axes(match.mesh, whole):
             return lent_mesh(whole, given, ALL_DEVICES, line)
         return lent_mesh(match.mesh, given, match.label, line)
 
-    return shard_maps.lending(lend)
+    def own_traces() -> AbstractContextManager[Any]:
+        match = _match_here(matcher)
+        axes = None if match is None else tuple(match.mesh.shape.items())
+        return config.separate_caches((lessons, axes))
+
+    with (
+        name_stack.remember_outer_stacks(own_traces if lessons.unlike else None),
+        contextlib.nullcontext() if lessons == Lessons() else config.separate_caches(lessons),
+        shard_maps.lending(lend),
+    ):
+        yield
 
 
 def _match_here(matcher: Matcher) -> Match | None:
@@ -115,7 +139,7 @@ def _match_here(matcher: Matcher) -> Match | None:
     return matcher.of_scope(scope) or matcher.of_scope(scope, 0)
 
 
-def cut_axes(mesh: Mesh, whole: Mesh) -> frozenset[str]:
+def _cut_axes(mesh: Any, whole: Mesh) -> frozenset[str]:
     """The axes of the global mesh that a submesh has not, or of another size."""
     if tuple(mesh.axis_names) != tuple(whole.axis_names):
         return frozenset(whole.axis_names)
@@ -150,27 +174,44 @@ def _no_mesh(given: Any, match: Match | None, whole: Mesh | None, line: str) -> 
     )
 
 
-def lines_off_slices(jaxpr: ClosedJaxpr, global_mesh: Mesh | None) -> frozenset[str]:
-    """The lines of `shard_map`s on the global mesh that were traced on a slice but need it all.
+def learn(jaxpr: ClosedJaxpr, ambient: Scope, matcher: Matcher, known: Lessons) -> Lessons:
+    """Returns what a trace teaches: where `shard_map`s were traced on wrong meshes.
 
-    Their bodies use an axis that the slice cuts. Backward passes do not count: there JAX itself
-    sums over axes that no spec names, which on a slice comes to the same.
+    Args:
+        jaxpr: What was traced.
+        ambient: The scope around it.
+        matcher: Says which task a scope belongs to.
+        known: What was known when it was traced.
     """
-    if global_mesh is None:
-        return frozenset()
-    return frozenset(
-        mesh.line
-        for eqn, scope in _shard_maps(jaxpr, Scope(), {})
-        if isinstance(mesh := eqn.params["mesh"], LentMesh)
-        and mesh.given is not None
-        and same_mesh(mesh.given, global_mesh)
-        and not scope.backprop
-        and shard_maps.collective_axes(eqn) & _cut_of(mesh, global_mesh)
-    )
+    off_slices, unlike = set(known.off_slices), known.unlike
+    for eqn, scope in _shard_maps(jaxpr, ambient, {}):
+        mesh = eqn.params["mesh"]
+        if not isinstance(mesh, LentMesh):
+            continue
+        if _needs_whole(eqn, mesh, scope, matcher.global_mesh):
+            off_slices.add(mesh.line)
+        match = matcher.of_scope(scope) or matcher.of_scope(scope, 0)
+        unlike = unlike or not _can_stand(mesh, match, matcher.global_mesh)
+    return Lessons(frozenset(off_slices), unlike)
 
 
-def _cut_of(mesh: LentMesh, whole: Mesh) -> frozenset[str]:
-    return frozenset(n for n in whole.axis_names if whole.shape[n] != mesh.shape.get(n))
+def _needs_whole(eqn: Any, mesh: LentMesh, scope: Scope, whole: Mesh | None) -> bool:
+    """Whether a `shard_map` on the global mesh, traced on a slice, uses an axis that it cuts.
+
+    Backward passes do not count: there JAX itself sums over axes that no spec names, which on a
+    slice comes to the same.
+    """
+    if whole is None or mesh.given is None or scope.backprop or not same_mesh(mesh.given, whole):
+        return False
+    return bool(shard_maps.collective_axes(eqn) & _cut_axes(mesh, whole))
+
+
+def _can_stand(traced: Any, match: Match | None, whole: Mesh | None) -> bool:
+    """Whether a `shard_map` can stand in its scope, or else on the global mesh or its own."""
+    given = traced.given if isinstance(traced, LentMesh) else traced
+    if match is None or (isinstance(given, Mesh) and not same_mesh(given, whole)):
+        return True
+    return _same_axes(traced, match.mesh) or (whole is not None and _same_axes(traced, whole))
 
 
 def _shard_maps(
@@ -204,20 +245,24 @@ def mesh_called_for(
     """
     traced = eqn.params["mesh"]
     given = traced.given if isinstance(traced, LentMesh) else traced
+    if not _can_stand(traced, match, global_mesh):
+        raise _unlike(traced, match, name_stack.source_line(eqn))
     if isinstance(given, Mesh) and not same_mesh(given, global_mesh):
         return given, devices_label(list(given.devices.flat))
     if match is not None and _same_axes(traced, match.mesh):
         return None
     if match is None and isinstance(traced, LentMesh) and traced.home is not None:
         return traced.home, traced.label  # JAX moved it out of a loop, and it lost its scope
-    if match is None or (global_mesh is not None and _same_axes(traced, global_mesh)):
-        assert global_mesh is not None  # the mesh that it names, as checked above
-        return global_mesh, ALL_DEVICES
-    raise PartitionError(
+    assert global_mesh is not None
+    return global_mesh, ALL_DEVICES
+
+
+def _unlike(traced: Any, match: Any, line: str) -> PartitionError:
+    return PartitionError(
         message(
             f"a `shard_map` was traced on the axes {describe_axes(traced)} and stands in "
             f"`{match.label}` ({describe_axes(match.mesh)}).",
-            where=name_stack.source_line(eqn),
+            where=line,
             ways=(
                 "do not share the function that holds it between scopes of unlike submeshes: call "
                 "another `jax.jit` or `jax.checkpoint` of it in each.",

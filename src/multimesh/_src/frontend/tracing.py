@@ -20,17 +20,17 @@ import jax
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from multimesh._src import config
 from multimesh._src.config import Settings
 from multimesh._src.errors import TraceError, message
 from multimesh._src.frontend import arguments as arguments_lib, logical, scopes, shard_maps
 from multimesh._src.frontend.arguments import ArgumentSpec, NamedArgument, Statics
 from multimesh._src.frontend.batches import MicrobatchedArray
 from multimesh._src.frontend.matching import Matcher
+from multimesh._src.frontend.shard_maps import Lessons
 from multimesh._src.frontend.succession import ArgumentTree, successors
 from multimesh._src.frontend.wanted import Wanted, wanted_leaves
 from multimesh._src.ir.scope import Scope
-from multimesh._src.jax_compat import avals, jit_hook, name_stack
+from multimesh._src.jax_compat import avals, jit_hook
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,16 +108,14 @@ class PlainTrace:
 
 
 @contextlib.contextmanager
-def our_tracing(matcher: Matcher, off_slices: frozenset[str]) -> Iterator[None]:
+def our_tracing(matcher: Matcher, lessons: Lessons) -> Iterator[None]:
     """Within it, in this thread, functions are traced for us; see the module."""
     with (
         avals.clean_types(),
         avals.arrays_as_consts(),
         avals.no_ambient_mesh(),
-        name_stack.remember_outer_stacks(),
         logical.redirect_constraints(),
-        shard_maps.lending(matcher, off_slices),
-        config.separate_caches(off_slices) if off_slices else contextlib.nullcontext(),
+        shard_maps.lending(matcher, lessons),
     ):
         yield
 
@@ -131,19 +129,19 @@ def trace_plainly(
 ) -> PlainTrace:
     """Traces `fun` on the plain types of its dynamic arguments.
 
-    It is traced again where a `shard_map` turns out to need the global mesh.
+    It is traced again where a `shard_map` turns out to have been traced on the wrong mesh.
 
     Raises:
         TraceError: A leaf of the arguments is no array and not static.
         ShardingError: A constraint or a `shard_map` does not fit.
     """
-    off_slices: frozenset[str] = frozenset()
+    ambient, lessons = scopes.ambient_scope(), Lessons()
     while True:
-        plain = _trace_once(fun, args, kwargs, statics, matcher, off_slices)
-        found = shard_maps.lines_off_slices(plain.jaxpr, matcher.global_mesh)
-        if found <= off_slices:
+        plain = _trace_once(fun, args, kwargs, statics, matcher, lessons)
+        learnt = shard_maps.learn(plain.jaxpr, ambient, matcher, lessons)
+        if learnt == lessons:
             return plain
-        off_slices |= found
+        lessons = learnt
 
 
 def _trace_once(
@@ -152,7 +150,7 @@ def _trace_once(
     kwargs: Mapping[str, Any],
     statics: Statics,
     matcher: Matcher,
-    off_slices: frozenset[str],
+    lessons: Lessons,
 ) -> PlainTrace:
     name = arguments_lib.function_name(fun)
 
@@ -163,7 +161,7 @@ def _trace_once(
 
     traced.__name__ = traced.__qualname__ = name
     plain_args, plain_kwargs = jax.tree.map(plain_aval, (tuple(args), dict(kwargs)))
-    with our_tracing(matcher, off_slices):
+    with our_tracing(matcher, lessons):
         result = jax.jit(traced).trace(*plain_args, **plain_kwargs)
         closed_over = jit_hook.closed_over_tracers(result)
     out_paths = jax.tree_util.tree_leaves_with_path(result.out_info)

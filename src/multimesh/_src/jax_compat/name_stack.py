@@ -6,13 +6,15 @@ Checked on jax 0.10.2, 0.11.2 and 0.12.0.1. `NameStack.stack` is a tuple of `Sco
 errors name no lines.
 
 JAX empties the stack where it traces the body of an inner jit, scan or remat. While
-`remember_outer_stacks` is open, the stacks that were put aside so are kept. This watches
-`SetNameStackContextManager`; without it only the scopes inside the innermost body are seen.
+`remember_outer_stacks` is open, the stacks that were put aside so are kept; on demand it also tells
+when a scope is opened. This watches `SetNameStackContextManager` and
+`ExtendNameStackContextManager`; without them only the scopes inside the innermost body are seen.
 """
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,22 +26,34 @@ except ImportError:  # unknown newer JAX
     Transform = current = current_name_stack = user_frame = None
 
 _setter: Any = None
+_extender: Any = None
 if private.ALLOWED:
     with contextlib.suppress(ImportError):
-        from jax._src.source_info_util import SetNameStackContextManager as _setter
+        from jax._src.source_info_util import (
+            ExtendNameStackContextManager as _extender,
+            SetNameStackContextManager as _setter,
+        )
 
 _LOCK = threading.RLock()
-_methods: list[Any] = []  # the two methods of `_setter`, while they are watched
+_originals: list[tuple[Any, Any, Any]] = []  # watched classes with their own two methods
 _users = 0
 
 
-class _Outer(threading.local):
-    """The stacks that JAX put aside in this thread, outermost first; None: nobody looks."""
+class _Watch(threading.local):
+    """What this thread watches.
 
-    stacks: list[Any] | None = None
+    Attributes:
+        outer: The stacks that JAX put aside, outermost first; None: nobody looks.
+        in_scope: Gives a context to open inside each scope that is opened, or None.
+        open: The contexts that it gave, for the scopes that are open.
+    """
+
+    outer: list[Any] | None = None
+    in_scope: Callable[[], AbstractContextManager[Any]] | None = None
+    open: tuple[AbstractContextManager[Any], ...] = ()
 
 
-_outer = _Outer()
+_watch = _Watch()
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,49 +94,75 @@ def ambient_name_stack() -> Any:
 
 def open_name_stacks() -> tuple[Any, ...]:
     """Returns the stacks put aside since `remember_outer_stacks`, and the one that is open here."""
-    return (*(_outer.stacks or ()), ambient_name_stack())
+    return (*(_watch.outer or ()), ambient_name_stack())
 
 
 @contextlib.contextmanager
-def remember_outer_stacks() -> Iterator[None]:
-    """Within it, in this thread, `open_name_stacks` sees stacks that JAX puts aside."""
-    before = _outer.stacks
-    _watch()
-    _outer.stacks = []
+def remember_outer_stacks(
+    in_scope: Callable[[], AbstractContextManager[Any]] | None = None,
+) -> Iterator[None]:
+    """Within it, in this thread, `open_name_stacks` sees stacks that JAX puts aside.
+
+    Args:
+        in_scope: Gives a context that stays open while a scope is; called when it is opened.
+    """
+    before = _watch.outer, _watch.in_scope, _watch.open
+    _patch()
+    _watch.outer, _watch.in_scope, _watch.open = [], in_scope, ()
     try:
         yield
     finally:
-        _outer.stacks = before
-        _unwatch()
+        _watch.outer, _watch.in_scope, _watch.open = before
+        _unpatch()
 
 
-def _watch() -> None:
+def _patch() -> None:
     global _users
     with _LOCK:
         _users += 1
-        if _users == 1 and _setter is not None:
-            _methods[:] = (_setter.__enter__, _setter.__exit__)
-            _setter.__enter__, _setter.__exit__ = _enter, _exit
+        if _users > 1 or _setter is None:
+            return
+        _originals[:] = ((cls, cls.__enter__, cls.__exit__) for cls in (_setter, _extender))
+        _setter.__enter__, _setter.__exit__ = _enter_set, _exit_set
+        _extender.__enter__, _extender.__exit__ = _enter_scope, _exit_scope
 
 
-def _unwatch() -> None:
+def _unpatch() -> None:
     global _users
     with _LOCK:
         _users -= 1
         if _users == 0 and _setter is not None:
-            _setter.__enter__, _setter.__exit__ = _methods
+            for cls, enter, leave in _originals:
+                cls.__enter__, cls.__exit__ = enter, leave
 
 
-def _enter(setter: Any) -> Any:
-    if _outer.stacks is not None and not components(setter.name_stack):
-        _outer.stacks.append(ambient_name_stack())
-    return _methods[0](setter)
+def _enter_set(setter: Any) -> Any:
+    if _watch.outer is not None and not components(setter.name_stack):
+        _watch.outer.append(ambient_name_stack())
+    return _originals[0][1](setter)
 
 
-def _exit(setter: Any, *error: Any) -> Any:
-    if _outer.stacks and not components(setter.name_stack):
-        _outer.stacks.pop()
-    return _methods[1](setter, *error)
+def _exit_set(setter: Any, *error: Any) -> Any:
+    if _watch.outer and not components(setter.name_stack):
+        _watch.outer.pop()
+    return _originals[0][2](setter, *error)
+
+
+def _enter_scope(scope: Any) -> Any:
+    result = _originals[1][1](scope)
+    if _watch.in_scope is not None:
+        context = _watch.in_scope()
+        context.__enter__()
+        _watch.open = (*_watch.open, context)
+    return result
+
+
+def _exit_scope(scope: Any, *error: Any) -> Any:
+    if _watch.open:
+        *rest, context = _watch.open
+        _watch.open = tuple(rest)
+        context.__exit__(None, None, None)
+    return _originals[1][2](scope, *error)
 
 
 def current_line() -> str:
