@@ -264,7 +264,12 @@ def _equation(eqn: Any, values: list[Any]) -> Sequence[Any]:
         return _shard_map(params, values)
     if name.endswith("linear_solve"):
         return _solve(params, values)
-    for key in ("jaxpr", "call_jaxpr", "fun_jaxpr", "call"):  # jit, remat, custom_jvp, custom_vjp, ...
+    for key in (
+        "jaxpr",
+        "call_jaxpr",
+        "fun_jaxpr",
+        "call",
+    ):  # jit, remat, custom_jvp, custom_vjp, ...
         if key in params and not name.startswith("reduce"):
             return _called(params[key])(*values)
     return _bind(eqn.primitive, values, {key: _wide_param(p) for key, p in params.items()})

@@ -9,10 +9,18 @@ import pytest
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec as P
 
-from multimesh._src.errors import ShardingError
+from multimesh._src.errors import PartitionError, ShardingError
 from multimesh.jax import Context, MultiMesh, Task, TaskMesh, microbatch, mjit, shard_map
-from tests.programs.measured import X, Y, check, make_mesh, make_multi, make_step, submeshes_of
-from tests.programs.measured import weights
+from tests.programs.measured import (
+    X,
+    Y,
+    check,
+    make_mesh,
+    make_multi,
+    make_step,
+    submeshes_of,
+    weights,
+)
 from tests.programs.plainly import layer
 
 MESH = make_mesh()
@@ -88,6 +96,16 @@ def test_the_function_is_left_as_it_was():
         assert jax.make_jaxpr(without)(weights()[0], X).eqns[0].params["mesh"].size == 8
 
 
+def test_plain_jax_in_the_same_context_is_left_alone():
+    inner = jax.jit(mapped(dense))
+    with make_multi(MESH):
+        ours = mjit(make_step(inner))(weights(), (X, Y))
+        plain = jax.jit(lambda w, x: inner(w, x))(weights()[0], X)
+        again = mjit(make_step(inner))(weights(), (X, Y))
+    assert plain.sharding.num_devices == 8
+    np.testing.assert_array_equal(ours[1], again[1])
+
+
 @pytest.mark.parametrize("axis_names", [{"data"}, {"stage", "data"}, {"data", "model"}])
 def test_partially_manual(axis_names):
     def body(w, x):
@@ -103,7 +121,9 @@ def test_partially_manual(axis_names):
 def test_weights_sharded_over_an_axis():
     def body(w, x):  # w: columns over model, x: rows over data
         y = jnp.tanh(x @ w)
-        return lax.psum_scatter(lax.all_gather(y, "model", axis=1, tiled=True) @ w.mT @ w, "data")[None]
+        return lax.psum_scatter(lax.all_gather(y, "model", axis=1, tiled=True) @ w.mT @ w, "data")[
+            None
+        ]
 
     def row_parallel(w, x):
         return jnp.tanh(lax.psum(x @ w, "model"))
@@ -171,7 +191,7 @@ def test_inside_other_transformations(how, given):
     assert on_slices(compiled)
 
 
-@pytest.mark.parametrize("schedule, given", [("1f1b", None), ("zb-h1", MESH)])
+@pytest.mark.parametrize(("schedule", "given"), [("1f1b", None), ("zb-h1", MESH)])
 def test_in_a_microbatch_loop(schedule, given):
     def wrap(grad):
         return microbatch(grad, 0, 4, argnum=1, schedule=schedule, reduce="mean")
@@ -183,8 +203,17 @@ def test_in_a_microbatch_loop(schedule, given):
 
 
 def test_stages_share_one_program():
-    compiled = check(make_multi(make_mesh((4, 2, 1))), make_step(mapped(dense, make_mesh((4, 2, 1)))), weights(4), (X, Y))
-    bodies = {id(e.body) for e in compiled.backend.plan.executables if e.name.startswith("layer1") or e.name.startswith("layer2")}
+    compiled = check(
+        make_multi(make_mesh((4, 2, 1))),
+        make_step(mapped(dense, make_mesh((4, 2, 1)))),
+        weights(4),
+        (X, Y),
+    )
+    bodies = {
+        id(e.body)
+        for e in compiled.backend.plan.executables
+        if e.name.startswith("layer1") or e.name.startswith("layer2")
+    }
     assert len(bodies) == 2
 
 
@@ -213,7 +242,7 @@ def summed_over_stages(w, x):
 
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize(
-    "body, options",
+    ("body", "options"),
     [
         (by_stage, {"out_specs": P(("stage", "data")), "in_specs": (P(), P(("stage", "data")))}),
         (lambda w, x: lax.psum(by_stage(w, x), "stage"), {}),
@@ -245,9 +274,13 @@ def test_whole_mesh_in_a_loop_and_in_scans():
 def test_between_tasks():
     block = mapped(dense)
     spread = mapped(
-        lambda x: x * lax.axis_index("stage"), in_specs=P(("stage", "data")), out_specs=P(("stage", "data"))
+        lambda x: x * lax.axis_index("stage"),
+        in_specs=P(("stage", "data")),
+        out_specs=P(("stage", "data")),
     )
-    plainly = mapped(lambda x: x + lax.psum(x.sum(), "data"), in_specs=P("data"), out_specs=P("data"))
+    plainly = mapped(
+        lambda x: x + lax.psum(x.sum(), "data"), in_specs=P("data"), out_specs=P("data")
+    )
 
     def loss(params, batch):
         x, y = batch
@@ -292,7 +325,10 @@ def test_a_submesh_by_hand_places_the_value():
     other = Mesh(np.array(jax.devices()[2:6])[::-1], ("rows",))
     there = mapped(dense, second)
     elsewhere = mapped(
-        lambda w, x: lax.psum(x @ w, "rows") + x, other, in_specs=(P(), P("rows")), out_specs=P("rows")
+        lambda w, x: lax.psum(x @ w, "rows") + x,
+        other,
+        in_specs=(P(), P("rows")),
+        out_specs=P("rows"),
     )
 
     def block(w, x):
@@ -419,3 +455,13 @@ def test_an_abstract_mesh_of_other_sizes():
     mesh = AbstractMesh((4, 2), ("stage", "data"), axis_types=(AxisType.Auto,) * 2)
     text = fails(ShardingError, "has no devices", mapped(dense, mesh))
     assert "`stage`=4" in text and "the submesh `stage`=1" in text
+
+
+def test_branches_on_unlike_meshes():
+    whole = mapped(lambda w, x: lax.psum(by_stage(w, x), "stage"))
+    slice_ = shard_map(dense, **ROWS)
+
+    def block(w, x):
+        return lax.cond(x.sum() > 0, whole, slice_, w, x)
+
+    fails(PartitionError, "traced on `stage=0` with axes .* runs on axes", block)

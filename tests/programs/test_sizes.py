@@ -14,10 +14,9 @@ from tests.oracle import bitwise_equal
 from tests.programs.measured import check
 from tests.programs.plainly import layer, mlp, normal, pipeline, sgd, square_loss, weights
 
-EXACT = (
-    "bool int2 int4 int8 int16 int32 uint4 uint8 uint16 uint32 float4_e2m1fn float8_e4m3fn "
-    "float8_e5m2 float8_e4m3b11fnuz bfloat16 float16 float32 complex64"
-).split()
+INTEGERS = ["bool", "int2", "int4", "int8", "int16", "int32", "uint4", "uint8", "uint16", "uint32"]
+FLOATS = ["float4_e2m1fn", "float8_e4m3fn", "float8_e5m2", "float8_e4m3b11fnuz", "bfloat16"]
+WIDE = ["float16", "float32", "complex64"]
 
 
 def sum_loss(params, x):
@@ -58,7 +57,7 @@ def test_dims_of_zero_and_one(rows, inner):
     check(pipeline(2, 2), train(sum_loss), params, normal(rows, inner[0]), steps=2)
 
 
-@pytest.mark.parametrize("rows, size", [(3, 1), (4, 4)])
+@pytest.mark.parametrize(("rows", "size"), [(3, 1), (4, 4)])
 def test_microbatches_of_one_row_and_only_one(rows, size):
     batch = normal(rows, 4, seed=5), normal(rows, 4, seed=6)
     check(pipeline(2, 2), train(size=size), weights(2), batch)
@@ -100,7 +99,7 @@ def test_new_shapes_and_dtypes_at_later_calls():
 # --- dtypes --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", EXACT)
+@pytest.mark.parametrize("dtype", INTEGERS + FLOATS + WIDE)
 def test_values_of_every_dtype_cross(dtype):
     dtype = jnp.dtype(dtype)
 
@@ -247,8 +246,12 @@ def test_loops_of_unlike_lengths_and_schedules():
         long, short = batch
         one, grads = microbatch(grad, 0, 2, argnum=1, schedule="1f1b")(params, long)
         params = sgd(params, grads)
-        two, grads = microbatch(grad, 0, 3, argnum=1, schedule="gpipe", reduce="mean")(params, short)
-        losses = microbatch(square_loss, 0, 4, argnum=1, reduce="stack", schedule="1f1b")(params, long)
+        two, grads = microbatch(grad, 0, 3, argnum=1, schedule="gpipe", reduce="mean")(
+            params, short
+        )
+        losses = microbatch(square_loss, 0, 4, argnum=1, reduce="stack", schedule="1f1b")(
+            params, long
+        )
         three, more = microbatch(grad, 0, 1, argnum=1, schedule="zb-h1")(params, short)
         return sgd(sgd(params, grads), more), (one, two, losses, three)
 

@@ -125,7 +125,7 @@ def lending(matcher: Matcher, lessons: Lessons) -> Iterator[None]:
 
     with (
         name_stack.remember_outer_stacks(own_traces if lessons.unlike else None),
-        contextlib.nullcontext() if lessons == Lessons() else config.separate_caches(lessons),
+        config.separate_caches(lessons),  # what is lent here must not be found by plain JAX
         shard_maps.lending(lend),
     ):
         yield

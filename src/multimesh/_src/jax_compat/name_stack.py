@@ -28,11 +28,11 @@ except ImportError:  # unknown newer JAX
 _setter: Any = None
 _extender: Any = None
 if private.ALLOWED:
-    with contextlib.suppress(ImportError):
-        from jax._src.source_info_util import (
-            ExtendNameStackContextManager as _extender,
-            SetNameStackContextManager as _setter,
-        )
+    with contextlib.suppress(ImportError, AttributeError):
+        from jax._src import source_info_util
+
+        _setter = source_info_util.SetNameStackContextManager
+        _extender = source_info_util.ExtendNameStackContextManager
 
 _LOCK = threading.RLock()
 _originals: list[tuple[Any, Any, Any]] = []  # watched classes with their own two methods
@@ -120,7 +120,7 @@ def _patch() -> None:
     global _users
     with _LOCK:
         _users += 1
-        if _users > 1 or _setter is None:
+        if _users > 1 or _extender is None:
             return
         _originals[:] = ((cls, cls.__enter__, cls.__exit__) for cls in (_setter, _extender))
         _setter.__enter__, _setter.__exit__ = _enter_set, _exit_set
@@ -131,7 +131,7 @@ def _unpatch() -> None:
     global _users
     with _LOCK:
         _users -= 1
-        if _users == 0 and _setter is not None:
+        if _users == 0 and _extender is not None:
             for cls, enter, leave in _originals:
                 cls.__enter__, cls.__exit__ = enter, leave
 

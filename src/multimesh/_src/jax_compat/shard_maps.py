@@ -19,7 +19,7 @@ there; one without a mesh has to be `multimesh.jax.shard_map`.
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeAlias
 
 import jax
@@ -68,9 +68,7 @@ class LentMesh(AbstractMesh):
         return AbstractMesh(self.axis_sizes, self.axis_names, axis_types=self.axis_types)
 
 
-def lent_mesh(
-    home: Mesh, given: Mesh | AbstractMesh | None, label: str, line: str
-) -> LentMesh:
+def lent_mesh(home: Mesh, given: Mesh | AbstractMesh | None, label: str, line: str) -> LentMesh:
     """Makes a lent mesh with the axes of `home`, of type Auto; see `LentMesh`."""
     types = (AxisType.Auto,) * len(home.axis_names)
     return _lent(home, types, given=given, home=home, label=label, line=line)
@@ -211,12 +209,11 @@ def is_shard_map(eqn: JaxprEqn) -> bool:
 
 def collective_axes(eqn: JaxprEqn) -> frozenset[str]:
     """The mesh axes that the body of a `shard_map` names: in collectives, in `axis_index`."""
-    return frozenset(
-        effect.name
-        for inner in jaxprs.all_eqns(eqn.params["jaxpr"])
-        for effect in inner.effects
-        if type(effect).__name__ == "NamedAxisEffect"
+    effects: Iterator[Any] = (
+        effect for inner in jaxprs.all_eqns(eqn.params["jaxpr"]) for effect in inner.effects
     )
+    named = [effect for effect in effects if type(effect).__name__ == "NamedAxisEffect"]
+    return frozenset(str(getattr(effect, "name", "")) for effect in named)
 
 
 def on_submesh(jaxpr: ClosedJaxpr, fits: Callable[[LentMesh], None]) -> ClosedJaxpr:
@@ -244,7 +241,8 @@ def with_shard_maps(jaxpr: Any, known: dict[int, tuple[Any, bool]]) -> bool:
     """Whether there is a `shard_map` in a jaxpr, at any depth; `known` remembers by identity."""
     if id(jaxpr) not in known:
         found = any(
-            is_shard_map(eqn) or any(with_shard_maps(j, known) for j in jaxprs.sub_jaxprs(eqn.params))
+            is_shard_map(eqn)
+            or any(with_shard_maps(j, known) for j in jaxprs.sub_jaxprs(eqn.params))
             for eqn in jaxprs.open_jaxpr(jaxpr).eqns
         )
         known[id(jaxpr)] = (jaxpr, found)
@@ -256,4 +254,6 @@ def call_on(
 ) -> Any:
     """Calls `jax.shard_map`, with a mesh where one is given."""
     given = {} if mesh is None else {"mesh": mesh}
-    return jax.shard_map(f, **given, **options) if f is not None else jax.shard_map(**given, **options)
+    return (
+        jax.shard_map(f, **given, **options) if f is not None else jax.shard_map(**given, **options)
+    )

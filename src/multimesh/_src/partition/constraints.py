@@ -30,9 +30,7 @@ def resolve_constraints(
     return map_constraints(body, resolve)
 
 
-def place_shard_maps(
-    body: ClosedJaxpr, axis_sizes: Mapping[str, int], task: str
-) -> ClosedJaxpr:
+def place_shard_maps(body: ClosedJaxpr, axis_sizes: Mapping[str, int], task: str) -> ClosedJaxpr:
     """Returns `body` with every `shard_map` on the submesh of its task.
 
     Raises:

@@ -5,8 +5,8 @@ r"""Seeds: which equations are given a submesh, and by what.
 
 A scope inside an explicit `task(...)` belongs to that task; otherwise the registered matchers
 decide (R2). Equations that hold other jaxprs (a scan or a remat region that stays whole)
-take the seed of what is inside them when their own scope says nothing. A `shard_map` that was traced
-on another mesh than that of its scope stands on that mesh, with all that it is inside of.
+take the seed of what is inside them when their own scope says nothing. A `shard_map` that was
+traced on another mesh than that of its scope stands on that mesh, with all that it is inside of.
 """
 
 from collections.abc import Callable, Iterator, Mapping
