@@ -75,9 +75,12 @@ def test_contexts_inside_scopes():
         yield
         events.append(f"-{scope}")
 
-    with jax.named_scope("before"), remember_outer_stacks(note), jax.named_scope("a"):
-        with pytest.raises(KeyError), jax.named_scope("b"):
+    def fails():
+        with jax.named_scope("b"):
             raise KeyError
+
+    with jax.named_scope("before"), remember_outer_stacks(note), jax.named_scope("a"):
+        pytest.raises(KeyError, fails)
     with jax.named_scope("after"):
         pass
     assert events == ["+before/a", "+before/a/b", "-before/a/b", "-before/a"]

@@ -10,6 +10,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec as P
 
 from multimesh._src.errors import PartitionError, ShardingError
+from multimesh._src.jax_compat import shard_maps as lending
 from multimesh.jax import Context, MultiMesh, Task, TaskMesh, microbatch, mjit, shard_map
 from tests.programs.measured import (
     X,
@@ -94,6 +95,16 @@ def test_the_function_is_left_as_it_was():
     assert jaxpr.eqns[0].params["mesh"] is MESH
     with jax.set_mesh(MESH):
         assert jax.make_jaxpr(without)(weights()[0], X).eqns[0].params["mesh"].size == 8
+
+
+@pytest.mark.parametrize("given", [MESH, None])
+def test_without_private_names_it_runs_on_the_whole_mesh(monkeypatch, given):
+    monkeypatch.setattr(lending, "shard_map", None)
+    block = shard_map(with_mean, mesh=given, **ROWS)
+    step = make_step(lambda w, x: jnp.tanh(block(w, x) @ w))
+    reference = make_step(lambda w, x: jnp.tanh(mapped(with_mean)(w, x) @ w))
+    compiled = check(make_multi(MESH), step, weights(), (X, Y), reference=reference)
+    assert submeshes_of(compiled) == {"all devices", "stage=0", "stage=1"}
 
 
 def test_plain_jax_in_the_same_context_is_left_alone():

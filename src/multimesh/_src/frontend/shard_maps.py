@@ -78,7 +78,7 @@ def shard_map(
     options = {**options, "out_specs": out_specs}
     if f is None:
         return functools.partial(shard_map, mesh=mesh, **options)
-    if mesh is None and not constraints.is_redirected():
+    if mesh is None and not (constraints.is_redirected() and shard_maps.is_available()):
         is_inside = not jax.sharding.get_abstract_mesh().empty
         mesh = None if is_inside else contexts.active_global_mesh()
     return shard_maps.call_on(f, mesh, options)
