@@ -79,8 +79,13 @@ def test_contexts_inside_scopes():
         with jax.named_scope("b"):
             raise KeyError
 
-    with jax.named_scope("before"), remember_outer_stacks(note), jax.named_scope("a"):
-        pytest.raises(KeyError, fails)
+    with (
+        jax.named_scope("before"),
+        remember_outer_stacks(note),
+        jax.named_scope("a"),
+        pytest.raises(KeyError),
+    ):
+        fails()
     with jax.named_scope("after"):
         pass
     assert events == ["+before/a", "+before/a/b", "-before/a/b", "-before/a"]

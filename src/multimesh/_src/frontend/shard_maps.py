@@ -78,10 +78,22 @@ def shard_map(
     options = {**options, "out_specs": out_specs}
     if f is None:
         return functools.partial(shard_map, mesh=mesh, **options)
-    if mesh is None and not (constraints.is_redirected() and shard_maps.is_available()):
-        is_inside = not jax.sharding.get_abstract_mesh().empty
-        mesh = None if is_inside else contexts.active_global_mesh()
-    return shard_maps.call_on(f, mesh, options)
+    if mesh is not None:
+        return shard_maps.call_on(f, mesh, options)
+
+    @functools.wraps(f)
+    def mapped(*args: Any) -> Any:
+        return shard_maps.call_on(f, _mesh_here(), options)(*args)
+
+    return mapped
+
+
+def _mesh_here() -> Mesh | None:
+    """The mesh of a `shard_map` without one that is called here; None lets JAX say it, or us."""
+    is_lent = constraints.is_redirected() and shard_maps.is_available()
+    if is_lent or not jax.sharding.get_abstract_mesh().empty:
+        return None
+    return contexts.active_global_mesh()
 
 
 # --- while we trace ------------------------------------------------------------------------------

@@ -106,6 +106,9 @@ def lending(lender: Lender) -> Iterator[None]:
         lender: Called with what the user gave as mesh (None: nothing), and the axes that specs
             name. Calls inside another `shard_map` are left to JAX.
     """
+    if not is_available():
+        yield
+        return
     _acquire()
     before = getattr(_ACTIVE, "lender", None)
     _ACTIVE.lender = lender
@@ -120,7 +123,7 @@ def _acquire() -> None:
     global _users
     with _LOCK:
         _users += 1
-        if _users > 1 or not is_available():
+        if _users > 1:
             return
         _originals["unshard"] = core.unshard_aval_handlers[core.ShapedArray]
         core.unshard_aval_handlers[core.ShapedArray] = _unshard
@@ -136,7 +139,7 @@ def _release() -> None:
     global _users
     with _LOCK:
         _users -= 1
-        if _users == 0 and is_available():
+        if _users == 0:
             core.unshard_aval_handlers[core.ShapedArray] = _originals["unshard"]
             shard_map._check_specs_vs_args = _originals["_check_specs_vs_args"]
 
@@ -250,10 +253,7 @@ def with_shard_maps(jaxpr: Any, known: dict[int, tuple[Any, bool]]) -> bool:
 
 
 def call_on(
-    f: Callable[..., Any] | None, mesh: Mesh | AbstractMesh | None, options: Mapping[str, Any]
-) -> Any:
+    f: Callable[..., Any], mesh: Mesh | AbstractMesh | None, options: Mapping[str, Any]
+) -> Callable[..., Any]:
     """Calls `jax.shard_map`, with a mesh where one is given."""
-    given = {} if mesh is None else {"mesh": mesh}
-    return (
-        jax.shard_map(f, **given, **options) if f is not None else jax.shard_map(**given, **options)
-    )
+    return jax.shard_map(f, **options) if mesh is None else jax.shard_map(f, mesh=mesh, **options)
