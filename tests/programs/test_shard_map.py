@@ -213,19 +213,29 @@ def test_in_a_microbatch_loop(schedule, given):
     assert on_slices(check(make_multi(MESH), step, weights(), (X, Y), plain=plain))
 
 
-def test_stages_share_one_program():
-    compiled = check(
-        make_multi(make_mesh((4, 2, 1))),
-        make_step(mapped(dense, make_mesh((4, 2, 1)))),
-        weights(4),
-        (X, Y),
-    )
-    bodies = {
-        id(e.body)
-        for e in compiled.backend.plan.executables
-        if e.name.startswith("layer1") or e.name.startswith("layer2")
-    }
-    assert len(bodies) == 2
+@pytest.mark.parametrize("rotates", [False, True])
+def test_layers_of_a_scan_and_rotating_tasks(rotates):
+    multi = MultiMesh(global_mesh=MESH)
+    task = Task(name="blk", loop_dependent_mesh_slice=lambda i: {"stage": i % 2})
+    if rotates:
+        multi.register_task("blk", task=task)
+    else:
+        multi.register_layers("(blk)", num_layers=2, scanned=True)
+    block = shard_map(with_mean, mesh=multi if rotates else None, **ROWS)
+
+    def turn(x, w):
+        with jax.named_scope("blk"):
+            return block(w, x), None
+
+    def step(params, x):
+        def loss(params):
+            return jnp.mean(lax.scan(turn, x, params)[0] ** 2)
+
+        value, grads = jax.value_and_grad(loss)(params)
+        return params - 0.1 * grads, value
+
+    params = np.stack(weights())
+    assert on_slices(check(multi, step, params, X, plain=None if rotates else MESH))
 
 
 def test_eager_gradient():

@@ -46,7 +46,7 @@ def shard_map(
     f: Callable[..., Any] | None = None,
     /,
     *,
-    mesh: Mesh | AbstractMesh | None = None,
+    mesh: "Mesh | AbstractMesh | contexts.Context | None" = None,
     out_specs: Any,
     **options: Any,
 ) -> Any:
@@ -59,7 +59,8 @@ def shard_map(
 
     Args:
         f: The function of one shard.
-        mesh: The mesh. The global mesh means what it means in plain JAX.
+        mesh: The mesh; a `MultiMesh` stands for its global mesh, which means what it means in plain
+            JAX.
         out_specs: PartitionSpecs of the results, a prefix pytree.
         **options: `in_specs`, `axis_names` and `check_vma`, as in `jax.shard_map`.
 
@@ -76,6 +77,7 @@ def shard_map(
         (2,)
     """
     options = {**options, "out_specs": out_specs}
+    mesh = mesh.global_mesh if isinstance(mesh, contexts.Context) else mesh
     if f is None:
         return functools.partial(shard_map, mesh=mesh, **options)
     if mesh is not None:
@@ -231,12 +233,14 @@ def _shard_maps(
 ) -> Iterator[tuple[Any, Scope]]:
     """Every `shard_map` with its scope, those inside others left out."""
     for eqn in jaxprs.open_jaxpr(jaxpr).eqns:
+        if not shard_maps.holds_shard_map(eqn, known):
+            continue
+        scope = outer.join(scope_of_equation(eqn))
         if shard_maps.is_shard_map(eqn):
-            yield eqn, outer.join(scope_of_equation(eqn))
+            yield eqn, scope
             continue
         for inner in jaxprs.sub_jaxprs(eqn.params):
-            if shard_maps.with_shard_maps(inner, known):
-                yield from _shard_maps(inner, outer.join(scope_of_equation(eqn)), known)
+            yield from _shard_maps(inner, scope, known)
 
 
 # --- placing -------------------------------------------------------------------------------------

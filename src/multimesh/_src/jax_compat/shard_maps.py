@@ -240,15 +240,20 @@ def on_submesh(jaxpr: ClosedJaxpr, fits: Callable[[LentMesh], None]) -> ClosedJa
     return jaxprs.map_eqns(jaxpr, rewrite)
 
 
-def with_shard_maps(jaxpr: Any, known: dict[int, tuple[Any, bool]]) -> bool:
-    """Whether there is a `shard_map` in a jaxpr, at any depth; `known` remembers by identity."""
+def holds_shard_map(eqn: JaxprEqn, known: dict[int, tuple[Any, bool]]) -> bool:
+    """Whether an equation is a `shard_map` or has one inside.
+
+    Args:
+        eqn: Any equation.
+        known: What is known of jaxprs, by identity; grows.
+    """
+    return is_shard_map(eqn) or any(_has(j, known) for j in jaxprs.sub_jaxprs(eqn.params))
+
+
+def _has(jaxpr: Any, known: dict[int, tuple[Any, bool]]) -> bool:
     if id(jaxpr) not in known:
-        found = any(
-            is_shard_map(eqn)
-            or any(with_shard_maps(j, known) for j in jaxprs.sub_jaxprs(eqn.params))
-            for eqn in jaxprs.open_jaxpr(jaxpr).eqns
-        )
-        known[id(jaxpr)] = (jaxpr, found)
+        found = any(holds_shard_map(eqn, known) for eqn in jaxprs.open_jaxpr(jaxpr).eqns)
+        known[id(jaxpr)] = (jaxpr, found)  # holds the jaxpr, or its id could be used again
     return known[id(jaxpr)][1]
 
 

@@ -37,7 +37,7 @@ class Seeds:
     _inside: dict[tuple[int, Scope, bool], tuple[Match, ...]] = field(default_factory=dict)
     _layers: dict[tuple[int, Scope], bool] = field(default_factory=dict)
     _called_for: dict[tuple[int, Scope, bool], tuple[int, ...]] = field(default_factory=dict)
-    _with_shard_maps: dict[int, tuple[Any, bool]] = field(default_factory=dict)
+    _shard_maps: dict[int, tuple[Any, bool]] = field(default_factory=dict)
     _alive: list[Any] = field(default_factory=list)
 
     def number(self, mesh: Mesh, label: str) -> int:
@@ -134,6 +134,8 @@ class Seeds:
         Raises:
             PartitionError: One was traced on a mesh that it cannot have.
         """
+        if not shard_maps.holds_shard_map(eqn, self._shard_maps):
+            return ()
         key = (id(eqn), scope, in_loop)
         if key not in self._called_for:
             self._alive.append(eqn)
@@ -149,10 +151,9 @@ class Seeds:
             return
         in_loop = in_loop or eqn.primitive.name == "scan"
         for jaxpr in jaxprs.sub_jaxprs(eqn.params):
-            if shard_maps.with_shard_maps(jaxpr, self._with_shard_maps):
-                for inner in jaxprs.open_jaxpr(jaxpr).eqns:
-                    joined = scope.join(scope_of_equation(inner))
-                    yield from self.called_for(inner, joined, in_loop=in_loop)
+            for inner in jaxprs.open_jaxpr(jaxpr).eqns:
+                joined = scope.join(scope_of_equation(inner))
+                yield from self.called_for(inner, joined, in_loop=in_loop)
 
     def _walk(self, eqn: Any, scope: Scope, in_loop: bool) -> Iterator[Match]:
         if self.has_layers(eqn, scope):
