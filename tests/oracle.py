@@ -34,14 +34,15 @@ IDENTITIES = frozenset(
         "multimesh_constraint",
         "mesh_cast",
         "optimization_barrier",
-        "pvary",
         "reduce_precision",
         "reshard",
         "sharding_constraint",
     }
 )
-# Equations that look at the bits of a float: they run on the traced dtype.
-BITWISE = frozenset({"bitcast_convert_type", "nextafter", "pure_callback", "random_gamma"})
+# Equations that look at the bits of a float, or are written for one: they run on the traced dtype.
+BITWISE = frozenset(
+    {"bitcast_convert_type", "nextafter", "pallas_call", "pure_callback", "random_gamma"}
+)
 
 
 class IllConditionedError(Exception):
@@ -259,9 +260,16 @@ def _equation(eqn: Any, values: list[Any]) -> Sequence[Any]:
     if name == "cond":
         branches = [_called(branch) for branch in params["branches"]]
         return jax.lax.switch(values[0], branches, *values[1:])
+    if name == "shard_map":
+        return _shard_map(params, values)
     if name.endswith("linear_solve"):
         return _solve(params, values)
-    for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):  # jit, remat, custom_jvp, custom_vjp, ...
+    for key in (
+        "jaxpr",
+        "call_jaxpr",
+        "fun_jaxpr",
+        "call",
+    ):  # jit, remat, custom_jvp, custom_vjp, ...
         if key in params and not name.startswith("reduce"):
             return _called(params[key])(*values)
     return _bind(eqn.primitive, values, {key: _wide_param(p) for key, p in params.items()})
@@ -312,6 +320,19 @@ def _while(params: Mapping[str, Any], values: list[Any]) -> Sequence[Any]:
         return tuple(map(jnp.where, shaped, new, carry)) if flags.ndim else tuple(new)
 
     return jax.lax.while_loop(lambda c: jnp.any(cond(*cond_consts, *c)[0]), step, tuple(carry))
+
+
+def _shard_map(params: Mapping[str, Any], values: list[Any]) -> Sequence[Any]:
+    body = _called(params["jaxpr"])
+    mapped = jax.shard_map(
+        lambda *args: tuple(body(*args)),
+        mesh=params["mesh"],
+        in_specs=tuple(params["in_specs"]),
+        out_specs=tuple(params["out_specs"]),
+        axis_names=set(params["newly_manual_axes"]),
+        check_vma=params["check_vma"],
+    )
+    return mapped(*values)
 
 
 def _solve(params: Mapping[str, Any], values: list[Any]) -> Sequence[Any]:

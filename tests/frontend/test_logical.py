@@ -231,3 +231,14 @@ def test_absorbed_specs_on_an_abstract_mesh_are_logical():
         traced = jax.make_jaxpr(lambda x: jax.lax.with_sharding_constraint(x, P("batch")))(X)
     (eqn,) = logical.absorb_constraints(traced, None).eqns
     assert eqn.params["kind"] == "logical" and eqn.params["dims"] == (B, ())
+
+
+def test_none_in_the_tree_is_no_array_and_among_the_specs_is_replicated():
+    tree = {"a": X, "b": None, "c": (X, X)}
+    with config.autoshard():
+        same = with_sharding_constraint(tree, P("batch"))
+        assert same["b"] is None and same["a"].shape == X.shape
+        found = constraints(
+            lambda t: with_sharding_constraint(t, {"a": P("batch"), "b": P("x"), "c": None}), tree
+        )
+    assert [params["dims"] for params in found] == [(("batch",), ()), ((), ()), ((), ())]

@@ -118,6 +118,11 @@ def _cache_value(state: State) -> Any:
     return (_CACHE_VALUE.get_global(), keys, settings)
 
 
+def separate_caches(key: Any) -> contextlib.AbstractContextManager[Any]:
+    """Within it, in this thread, JAX finds no trace that it cached under another key."""
+    return _CACHE_VALUE((_cache_value(_thread.state), key))
+
+
 def changed(**settings: Any) -> contextlib.AbstractContextManager[None]:
     """Returns a context manager under which some settings of this thread differ."""
     return _changed(settings)

@@ -2,6 +2,8 @@
 
 from typing import NoReturn
 
+from jax.experimental.custom_partitioning import custom_partitioning
+
 from multimesh import __version__
 from multimesh._src.config import (
     autoshard,
@@ -20,6 +22,7 @@ from multimesh._src.frontend.logical import with_sharding_constraint
 from multimesh._src.frontend.markers import task
 from multimesh._src.frontend.microbatching import microbatch
 from multimesh._src.frontend.multi_mesh import MultiMesh, slice_global_mesh
+from multimesh._src.frontend.shard_maps import shard_map
 from multimesh._src.frontend.tasks import Task, TaskMesh
 from multimesh._src.staging.in_place import init
 from multimesh._src.staging.mjit import mjit
@@ -36,6 +39,7 @@ __all__ = [
     "autoshard",
     "clear_tasks",
     "context",
+    "custom_partitioning",
     "enable_fast_path",
     "enable_recomputation",
     "enable_task_fusion",
@@ -49,6 +53,7 @@ __all__ = [
     "recompute_from_arguments_if_cost_less_than",
     "register_task",
     "replicate_parameters_smaller_than_num_elements",
+    "shard_map",
     "slice_global_mesh",
     "task",
     "tasks",

@@ -245,7 +245,8 @@ def broadcast_specs(axis_resources: Any, tree: Any) -> list[Any]:
                 ),
             )
         ) from error
-    return jax.tree.leaves(shaped, is_leaf=_is_spec)
+    # A None in `tree` is no leaf of it, but one among the specs is.
+    return jax.tree.structure(tree).flatten_up_to(shaped)
 
 
 def _is_spec(value: Any) -> bool:

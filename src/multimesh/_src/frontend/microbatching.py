@@ -262,7 +262,8 @@ def _spread(prefix: Any, arguments: tuple[Any, ...], several: bool, what: str) -
                 ),
             )
         ) from error
-    return jax.tree.leaves(spread, is_leaf=is_leaf)
+    # A None in the batch is no leaf of it, but one in the prefix stands for leaves.
+    return jax.tree.structure(arguments).flatten_up_to(spread)
 
 
 def _position(argnum: int, num_args: int) -> int:

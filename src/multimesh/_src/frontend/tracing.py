@@ -7,7 +7,8 @@
 
 Where the arguments lie never enters the jaxpr: it is recorded beside it. While the function is
 traced, no mesh of `jax.set_mesh` is seen (R18), arrays that the function closes over have plain
-types too (R17), and sharding constraints and placements are taken over (`logical`, `placing`).
+types too (R17), sharding constraints and placements are taken over (`logical`, `placing`), and a
+`shard_map` gets the mesh of its scope (`shard_maps.lending`).
 """
 
 import contextlib
@@ -22,10 +23,18 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, use_a
 
 from multimesh._src.config import Settings
 from multimesh._src.errors import TraceError, message
-from multimesh._src.frontend import arguments as arguments_lib, logical, placing, scopes, stated
+from multimesh._src.frontend import (
+    arguments as arguments_lib,
+    logical,
+    placing,
+    scopes,
+    shard_maps,
+    stated,
+)
 from multimesh._src.frontend.arguments import ArgumentSpec, NamedArgument, Statics
 from multimesh._src.frontend.batches import MicrobatchedArray
 from multimesh._src.frontend.matching import Matcher
+from multimesh._src.frontend.shard_maps import Lessons
 from multimesh._src.frontend.succession import ArgumentTree, siblings, successors
 from multimesh._src.frontend.wanted import Wanted, wanted_leaves
 from multimesh._src.ir.memory import special_memory
@@ -110,10 +119,14 @@ class PlainTrace:
 
 
 @contextlib.contextmanager
-def our_tracing(typed_on: AbstractMesh | None = None) -> Iterator[None]:
+def our_tracing(
+    matcher: Matcher, lessons: Lessons, typed_on: AbstractMesh | None = None
+) -> Iterator[None]:
     """Within it, in this thread, functions are traced for us; see the module.
 
     Args:
+        matcher: What is registered: `shard_map` takes the mesh slice of its scope.
+        lessons: What earlier traces taught of `shard_map`s.
         typed_on: The mesh whose axes a program may state in its types.
     """
     with (
@@ -123,6 +136,7 @@ def our_tracing(typed_on: AbstractMesh | None = None) -> Iterator[None]:
         logical.redirect_constraints(),
         placing.redirect_placements(typed=typed_on is not None),
         contextlib.nullcontext() if typed_on is None else use_abstract_mesh(typed_on),
+        shard_maps.lending(matcher, lessons),
     ):
         yield
 
@@ -132,13 +146,33 @@ def trace_plainly(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     statics: Statics,
-    global_mesh: Mesh | None,
+    matcher: Matcher,
 ) -> PlainTrace:
     """Traces `fun` on the plain types of its dynamic arguments.
 
+    It is traced again where a `shard_map` turns out to have been traced on the wrong mesh.
+
     Raises:
         TraceError: A leaf of the arguments is no array and not static.
+        ShardingError: A constraint or a `shard_map` does not fit.
     """
+    ambient, lessons = scopes.ambient_scope(), Lessons()
+    while True:
+        plain = _trace_once(fun, args, kwargs, statics, matcher, lessons)
+        learnt = shard_maps.learn(plain.jaxpr, ambient, matcher, lessons)
+        if learnt == lessons:
+            return plain
+        lessons = learnt
+
+
+def _trace_once(
+    fun: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    statics: Statics,
+    matcher: Matcher,
+    lessons: Lessons,
+) -> PlainTrace:
     name = arguments_lib.function_name(fun)
 
     # A new function each time: a trace that JAX cached for others must not be found.
@@ -154,17 +188,16 @@ def trace_plainly(
     plain_args, plain_kwargs = jax.tree.map(plain_aval, (tuple(args), dict(kwargs)))
 
     def traced_on(mesh: AbstractMesh | None) -> tuple[Any, tuple[Any, ...]]:
-        with our_tracing(mesh):
+        with our_tracing(matcher, lessons, mesh):
             result = jax.jit(traced).trace(*plain_args, **plain_kwargs)
             return result, jit_hook.closed_over_tracers(result)
 
-    result, closed_over = stated.trace_typed(traced_on, name, global_mesh)
+    whole = matcher.global_mesh
+    result, closed_over = stated.trace_typed(traced_on, name, whole)
     out_paths = jax.tree_util.tree_leaves_with_path(result.out_info)
     return PlainTrace(
         name=name,
-        jaxpr=stated.absorb_placements(
-            logical.absorb_constraints(result.jaxpr, global_mesh), global_mesh
-        ),
+        jaxpr=stated.absorb_placements(logical.absorb_constraints(result.jaxpr, whole), whole),
         out_tree=jax.tree.structure(result.out_info),
         out_names=tuple("result" + jax.tree_util.keystr(path) for path, _ in out_paths),
         closed_over=closed_over,
@@ -235,7 +268,7 @@ def trace(
     check_arguments(named)
     ambient = scopes.ambient_scope()
     mesh = surroundings.global_mesh
-    plain = trace_plainly(fun, args, kwargs, statics, mesh)
+    plain = trace_plainly(fun, args, kwargs, statics, surroundings.matcher)
     if plain.closed_over:
         raise TraceError(
             message(

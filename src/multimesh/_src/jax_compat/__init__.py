@@ -119,7 +119,8 @@ ENTRIES = (
         names=(
             "jax._src.source_info_util.Transform",
             "jax._src.source_info_util.current_name_stack",
-            "jax._src.source_info_util.user_frames",
+            "jax._src.source_info_util.current, user_frame, user_frames",
+            "jax._src.source_info_util.SetNameStackContextManager",
             "NameStack.stack",
         ),
         versions=_ALL,
@@ -139,6 +140,17 @@ ENTRIES = (
         ),
         versions=_ALL,
         without="programs cannot state shardings in their types, nor offload by a remat policy",
+    ),
+    Entry(
+        file="shard_maps.py",
+        names=(
+            "jax._src.shard_map._shmap_checks, _check_specs_vs_args",
+            "jax._src.core.unshard_aval_handlers, ShapedArray; NamedAxisEffect by name",
+            "fields of jax.sharding.AbstractMesh; params of shard_map",
+        ),
+        versions=_ALL,
+        without="a shard_map on the global mesh runs on all its devices; one without a mesh must "
+        "be multimesh.jax.shard_map",
     ),
     Entry(
         file="shardy.py",

@@ -23,8 +23,10 @@ from multimesh._src.ir.program import Kind, TaskNode
 from multimesh._src.jax_compat import jaxprs
 from multimesh._src.partition.inline import REMAT
 
-CONTRACTIONS = frozenset(
-    ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general", "pallas_call")
+# Programs that are one operation for us: what is inside cannot be split.
+_KERNELS = frozenset(("pallas_call", "custom_partitioning", "ffi_call", "shard_map"))
+CONTRACTIONS = _KERNELS | frozenset(
+    ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general")
 )
 
 
@@ -78,7 +80,8 @@ def split_backward(tasks: Sequence[TaskNode], numbers: Numbers) -> Split:
 
 def _hides_contraction(body: ClosedJaxpr) -> bool:
     """Whether a contraction stands inside an inner jaxpr."""
-    inner = (j for eqn in body.eqns for j in jaxprs.sub_jaxprs(eqn.params))
+    opaque = (eqn for eqn in body.eqns if eqn.primitive.name not in _KERNELS)
+    inner = (j for eqn in opaque for j in jaxprs.sub_jaxprs(eqn.params))
     return any(eqn.primitive.name in CONTRACTIONS for j in inner for eqn in jaxprs.all_eqns(j))
 
 

@@ -1,4 +1,4 @@
-"""Resolves the sharding constraints in a task's body to axes of its submesh (R6)."""
+"""Takes a task's body to its submesh: sharding constraints (R6) and the meshes of `shard_map`s."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -6,11 +6,12 @@ from typing import Any
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import Mesh
 
-from multimesh._src.errors import ShardingError, message
+from multimesh._src.errors import PartitionError, ShardingError, message
 from multimesh._src.frontend.logical import resolve_constraint, same_mesh
 from multimesh._src.ir.constraint import map_constraints
 from multimesh._src.ir.memory import memory_kinds
-from multimesh._src.jax_compat import name_stack
+from multimesh._src.jax_compat import name_stack, shard_maps
+from multimesh._src.jax_compat.shard_maps import LentMesh
 from multimesh._src.topology import devices_label
 
 
@@ -65,3 +66,24 @@ def _check_memory(kind: str | None, mesh: Mesh, where: str) -> None:
                 ways=("name one of these kinds", "leave the memory kind out: the default memory"),
             )
         )
+
+
+def place_shard_maps(body: ClosedJaxpr, axis_sizes: Mapping[str, int], task: str) -> ClosedJaxpr:
+    """Returns `body` with every `shard_map` on the submesh of its task.
+
+    Raises:
+        PartitionError: One was traced on other axes than those of the submesh.
+    """
+
+    def check(lent: LentMesh) -> None:
+        if dict(lent.shape) != dict(axis_sizes):
+            raise PartitionError(
+                message(
+                    f"a `shard_map` was traced on `{lent.label}` with axes `{dict(lent.shape)}`, "
+                    f"but {task} runs on axes `{dict(axis_sizes)}`.",
+                    where=lent.line,
+                    ways=("let all `shard_map`s of one `cond` or `while` have the same mesh.",),
+                )
+            )
+
+    return shard_maps.on_submesh(body, check)

@@ -7,6 +7,7 @@ Two bodies are equal when their equations are: same primitives, same params, sam
 types. Source lines and scopes do not count.
 """
 
+import dataclasses
 from collections.abc import Hashable
 from dataclasses import replace
 from typing import Any
@@ -57,7 +58,14 @@ def signature(jaxpr: Any) -> Hashable:
 
 
 def _type(aval: Any) -> Hashable:
-    return (aval.shape, aval.dtype, aval.weak_type) if hasattr(aval, "shape") else aval
+    if not hasattr(aval, "shape"):
+        return aval
+    return (aval.shape, aval.dtype, aval.weak_type, getattr(aval, "memory_space", None))
+
+
+def _counts_by_fields(value: Any) -> bool:
+    """Whether objects of a dataclass are equal when their fields are, as the grids of Pallas."""
+    return not isinstance(value, type) and value.__dataclass_params__.eq
 
 
 def hashable(value: Any) -> Hashable:
@@ -70,6 +78,9 @@ def hashable(value: Any) -> Hashable:
         return (str(value.dtype), value.shape, value.tobytes())
     if isinstance(value, float):
         return ("float", value.hex())
+    if dataclasses.is_dataclass(value) and _counts_by_fields(value):
+        parts = (getattr(value, field.name) for field in dataclasses.fields(value) if field.compare)
+        return (type(value), tuple(map(hashable, parts)))
     try:
         hash(value)
     except TypeError:

@@ -5,7 +5,8 @@ r"""Seeds: which equations are given a submesh, and by what.
 
 A scope inside an explicit `task(...)` belongs to that task; otherwise the registered matchers
 decide (R2). Equations that hold other jaxprs (a scan or a remat region that stays whole)
-take the seed of what is inside them when their own scope says nothing.
+take the seed of what is inside them when their own scope says nothing. A `shard_map` that was
+traced on another mesh than that of its scope stands on that mesh, with all that it is inside of.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -18,11 +19,12 @@ from multimesh._src.errors import MatchError, message
 from multimesh._src.frontend.markers import microbatch_marker
 from multimesh._src.frontend.matching import Match, Matcher
 from multimesh._src.frontend.scopes import in_iteration, iteration_of, scope_of_equation
+from multimesh._src.frontend.shard_maps import mesh_called_for
 from multimesh._src.ir.constraint import constraint_p
 from multimesh._src.ir.flat import Equation, FlatProgram, Loop, Step, all_equations
 from multimesh._src.ir.scope import Scope
 from multimesh._src.ir.submesh import Submesh
-from multimesh._src.jax_compat import jaxprs
+from multimesh._src.jax_compat import jaxprs, shard_maps
 from multimesh._src.topology import devices_label
 
 
@@ -36,6 +38,8 @@ class Seeds:
     _inside: dict[tuple[int, Scope, bool], tuple[Match, ...]] = field(default_factory=dict)
     _layers: dict[tuple[int, Scope], bool] = field(default_factory=dict)
     _meshes: dict[int, tuple[Mesh, ...]] = field(default_factory=dict)
+    _called_for: dict[tuple[int, Scope, bool], tuple[int, ...]] = field(default_factory=dict)
+    _shard_maps: dict[int, tuple[Any, bool]] = field(default_factory=dict)
     _alive: list[Any] = field(default_factory=list)
 
     def number(self, mesh: Mesh, label: str) -> int:
@@ -130,7 +134,7 @@ class Seeds:
         rotates = any(match.task.loop_dependent_mesh_slice is not None for match in matches)
         touched = {self.submesh_of(match) for match in matches}
         touched |= {self.number(mesh, _label(mesh)) for mesh in self._meshes_inside(eqn)}
-        return len(touched) + rotates
+        return len(touched.union(self.called_for(eqn, scope))) + rotates
 
     def _meshes_inside(self, eqn: Any) -> tuple[Mesh, ...]:
         """The meshes on which values inside the jaxprs of `eqn` are placed by hand."""
@@ -140,6 +144,33 @@ class Seeds:
             found = (mesh for e in inner for mesh in (_placed_on(e), *self._meshes_inside(e)))
             self._meshes[id(eqn)] = tuple(dict.fromkeys(mesh for mesh in found if mesh is not None))
         return self._meshes[id(eqn)]
+
+    def called_for(self, eqn: Any, scope: Scope, *, in_loop: bool = False) -> tuple[int, ...]:
+        """The submeshes that `shard_map`s call for, where it is not that of their scope.
+
+        Raises:
+            PartitionError: One was traced on a mesh that it cannot have.
+        """
+        if not shard_maps.holds_shard_map(eqn, self._shard_maps):
+            return ()
+        key = (id(eqn), scope, in_loop)
+        if key not in self._called_for:
+            self._alive.append(eqn)
+            self._called_for[key] = tuple(dict.fromkeys(self._calls(eqn, scope, in_loop)))
+        return self._called_for[key]
+
+    def _calls(self, eqn: Any, scope: Scope, in_loop: bool) -> Iterator[int]:
+        if shard_maps.is_shard_map(eqn):
+            match = self.of_scope(scope, 0 if in_loop else None)
+            mesh = mesh_called_for(eqn, match, self.matcher.global_mesh)
+            if mesh is not None:
+                yield self.number(*mesh)
+            return
+        in_loop = in_loop or eqn.primitive.name == "scan"
+        for jaxpr in jaxprs.sub_jaxprs(eqn.params):
+            for inner in jaxprs.open_jaxpr(jaxpr).eqns:
+                joined = scope.join(scope_of_equation(inner))
+                yield from self.called_for(inner, joined, in_loop=in_loop)
 
     def _walk(self, eqn: Any, scope: Scope, in_loop: bool) -> Iterator[Match]:
         if self.has_layers(eqn, scope):
@@ -197,6 +228,10 @@ def find_seeds(flat: FlatProgram, seeds: Seeds) -> tuple[dict[int, Match], dict[
         mesh = _placed_on(equation.eqn)
         if mesh is not None:
             seeded[equation.serial] = seeds.number(mesh, _label(mesh))
+            match.pop(equation.serial, None)
+        called_for = seeds.called_for(equation.eqn, equation.scope, in_loop=length > 0)
+        if called_for:
+            seeded[equation.serial] = called_for[0]
             match.pop(equation.serial, None)
     return match, seeded
 

@@ -84,7 +84,8 @@ class Equations:
         if plain is None:
             counters.traces += 1
             with contexts.activate():
-                plain = trace_plainly(fun, args, kwargs, statics, contexts.global_mesh)
+                matcher = self._binding.surroundings(contexts).matcher
+                plain = trace_plainly(fun, args, kwargs, statics, matcher)
             if not plain.closed_over:  # else it holds tracers of this very call
                 self._traces[key] = plain
         name = self.name(contexts)

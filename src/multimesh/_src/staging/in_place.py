@@ -70,8 +70,8 @@ def init(fun: Callable[..., Any], *, like: Any, argnum: int | None = None) -> Ca
 
 def shapes_of(fun: Callable[..., Any], args: Sequence[Any] = (), kwargs: Any = None) -> Any:
     """Returns shapes and dtypes of the results of `fun`, as a pytree; nothing runs."""
-    mesh = active_contexts().global_mesh
-    plain = trace_plainly(fun, args, kwargs or {}, NO_STATICS, mesh)
+    matcher = active_contexts().matcher()
+    plain = trace_plainly(fun, args, kwargs or {}, NO_STATICS, matcher)
     return jax.tree.unflatten(plain.out_tree, map(without_mesh, plain.jaxpr.out_avals))
 
 

@@ -11,7 +11,7 @@ from multimesh._src.frontend.scopes import scope_of
 from multimesh._src.frontend.tracing import TracedFunction
 from multimesh._src.ir.constraint import constraint_p
 from multimesh._src.ir.scope import Scope
-from multimesh._src.jax_compat import jaxprs
+from multimesh._src.jax_compat import jaxprs, shard_maps
 from multimesh._src.topology import devices_label
 
 MAX_SCOPES = 12
@@ -77,6 +77,8 @@ def _walk(jaxpr: jaxprs.AnyJaxpr, outer: Scope) -> Iterator[tuple[jaxprs.JaxprEq
 
 def _places(eqn: jaxprs.JaxprEqn) -> bool:
     """Whether an equation puts its value on a mesh named in the program."""
+    if shard_maps.is_shard_map(eqn):
+        return True
     return eqn.primitive is constraint_p and eqn.params["mesh"] is not None
 
 

@@ -17,7 +17,7 @@ from multimesh._src.ir.program import Kind, LoopNode, ProgramStep, TaskNode
 from multimesh._src.ir.submesh import Submesh
 from multimesh._src.jax_compat import jaxprs
 from multimesh._src.jax_compat.effects import name_callbacks
-from multimesh._src.partition.constraints import resolve_constraints
+from multimesh._src.partition.constraints import place_shard_maps, resolve_constraints
 from multimesh._src.partition.split.acyclic import split_acyclic
 from multimesh._src.partition.split.groups import Group, group_equations
 from multimesh._src.partition.split.regions import Flow, Region, region_of
@@ -144,7 +144,9 @@ class Splitter:
         pairs = group.pairs
         if pairs is None:
             pairs = tuple((axis, axis) for axis in mesh.axis_names)
-        return resolve_constraints(body, pairs, mesh, f"task `{group.name}`")
+        task = f"task `{group.name}`"
+        resolved = resolve_constraints(body, pairs, mesh, task)
+        return place_shard_maps(resolved, dict(mesh.shape), task)
 
     def _has_loops(self) -> bool:
         return any(isinstance(step, Loop) for step in self.program.steps)
