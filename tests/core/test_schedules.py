@@ -302,8 +302,8 @@ There is no schedule `1f2b`.
 To mend it, either:
   1. use one of `gpipe`, `fill-drain`, `breadth-first`, `1f1b`, `eager-1f1b`, \n\
 `interleaved-1f1b`, `looped-bfs`, `zb-h1`, `zb-h2`, `zero-bubble-h2`, `zb-v`, \n\
-`dualpipe-v`, `wavefront`, `prefetch-wavefront`, `auto`
-  2. use an object of `multimesh.jax.schedules`, or rows of actions\
+`dualpipe-v`, `wavefront`, `prefetch-wavefront`, `auto`.
+  2. use an object of `multimesh.jax.schedules`, or rows of actions.\
 """)
 
 
@@ -312,9 +312,9 @@ def test_too_few_microbatches():
 Schedule `zb-h2` cannot do `2` microbatches on `2` ranks: it needs `3` or more (twice the \n\
 ranks, less one).
 To mend it, either:
-  1. change the number of microbatches
+  1. change the number of microbatches.
   2. use a schedule that takes any number: `"eager-1f1b"` with one stage a rank, `"looped-
-bfs"` with more, `"zb-v"` in the V placement\
+bfs"` with more, `"zb-v"` in the V placement.\
 """)
 
 
@@ -326,9 +326,9 @@ Schedule `interleaved-1f1b` cannot do `5` microbatches on `2` ranks: microbatche
 rounds of `2`, which does not divide `5`; the nearest numbers that it can do are `4` and \n\
 `6`.
 To mend it, either:
-  1. change the number of microbatches
+  1. change the number of microbatches.
   2. use a schedule that takes any number: `"eager-1f1b"` with one stage a rank, `"looped-
-bfs"` with more, `"zb-v"` in the V placement\
+bfs"` with more, `"zb-v"` in the V placement.\
 """)
 
 
@@ -341,8 +341,8 @@ Schedule `zb-v` wants its stages on other ranks than the program has them.
   the program:  stages 0, 1, ... on ranks `[0, 1, 0, 1]`
 To mend it, either:
   1. register the layers with the placement that the schedule wants (`placement="loop"` or
- `"v"`, `interleave=`)
-  2. use a schedule for the placement that the program has\
+ `"v"`, `interleave=`).
+  2. use a schedule for the placement that the program has.\
 """)
 
 
@@ -352,27 +352,27 @@ def test_one_chunk_schedules_on_several_stages_a_rank():
     assert text == snapshot("""\
 Schedule `1f1b` has one stage a rank, but there are `2` stages a rank.
 To mend it, either:
-  1. use `"interleaved-1f1b"` or `"looped-bfs"`, which take any number of stages a rank
-  2. put one stage on each rank\
+  1. use `"interleaved-1f1b"` or `"looped-bfs"`, which take any number of stages a rank.
+  2. put one stage on each rank.\
 """)
 
 
 def test_rows_that_do_not_fit():
     assert error_of(chain.train_step(custom_schedule="0F0 0BW0 0F1 0BW1")) == snapshot("""\
 The custom schedule has `1` rows, but the program has `2` ranks.
-To mend it: give one row for every submesh that holds stages, in the order of stages\
+To mend it: give one row for every submesh that holds stages, in the order of stages.\
 """)
     rows = "0F0 0F1 0BW0 0BW1\n1F0 1BW0 1F1"
     assert error_of(chain.train_step(custom_schedule=rows)) == snapshot("""\
 `1BW1` is missing in the row of stage=1.
 To mend it: let the row of each rank run every action of its stages once for each of the \n\
-`2` microbatches, and nothing else\
+`2` microbatches, and nothing else.\
 """)
     rows = (("fwd0", "fwd0", "bwd", "bwd"), BY_OCCURRENCE[1])
     assert error_of(chain.train_step(custom_schedule=rows)) == snapshot("""\
 `bwd` in row `0` is no task and no action.
 To mend it: use the names of tasks (`fwd0`, `fwd1`, `bwd1`, `bwd0`) or actions such as \n\
-`2F0`\
+`2F0`.\
 """)
 
 
@@ -387,7 +387,7 @@ The schedule deadlocks:
     step 1  `0BW0`   1BW1  <-- here
     step 2  0F1      1F0
     step 3  0BW1     1BW0
-To mend it: let every action stand after all that it needs, in the rows of all ranks\
+To mend it: let every action stand after all that it needs, in the rows of all ranks.\
 """)
 
 
@@ -395,7 +395,7 @@ def test_a_schedule_object_of_another_size():
     made = make_schedule("1f1b", num_ranks=2, num_microbatches=4)
     assert error_of(chain.train_step(made)) == snapshot("""\
 Schedule `1f1b` has `4` microbatches, but the program has `2`.
-To mend it: give the schedule by name or as a rule, which makes it for any size\
+To mend it: give the schedule by name or as a rule, which makes it for any size.\
 """)
 
 

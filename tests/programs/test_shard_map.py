@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec as P
 
-from multimesh._src.errors import PartitionError, ShardingError
+from multimesh._src.errors import ShardingError
 from multimesh._src.jax_compat import shard_maps as lending
 from multimesh.jax import Context, MultiMesh, Task, TaskMesh, microbatch, mjit, shard_map
 from tests.programs.measured import (
@@ -107,14 +107,18 @@ def test_without_private_names_it_runs_on_the_whole_mesh(monkeypatch, given):
     assert submeshes_of(compiled) == {"all devices", "stage=0", "stage=1"}
 
 
-def test_plain_jax_in_the_same_context_is_left_alone():
+def test_plain_jax_outside_of_the_context_is_left_alone():
     inner = jax.jit(mapped(dense))
-    with make_multi(MESH):
+    multi = make_multi(MESH)
+    with multi:
         ours = mjit(make_step(inner))(weights(), (X, Y))
-        plain = jax.jit(lambda w, x: inner(w, x))(weights()[0], X)
+    plain = jax.jit(lambda w, x: inner(w, x))(weights()[0], X)
+    with multi:
         again = mjit(make_step(inner))(weights(), (X, Y))
+        served = jax.jit(lambda w, x: inner(w, x))(weights()[0], X)
     assert plain.sharding.num_devices == 8
     np.testing.assert_array_equal(ours[1], again[1])
+    np.testing.assert_allclose(served, plain, rtol=1e-6)
 
 
 @pytest.mark.parametrize("axis_names", [{"data"}, {"stage", "data"}, {"data", "model"}])
@@ -478,11 +482,17 @@ def test_an_abstract_mesh_of_other_sizes():
     assert "`stage`=4" in text and "the submesh `stage`=1" in text
 
 
-def test_branches_on_unlike_meshes():
+@pytest.mark.parametrize("sign", [1, -1])
+def test_branches_on_unlike_meshes(sign):
+    """One branch runs on all devices, the other on the slice of its scope."""
     whole = mapped(lambda w, x: lax.psum(by_stage(w, x), "stage"))
-    slice_ = shard_map(dense, **ROWS)
 
-    def block(w, x):
-        return lax.cond(x.sum() > 0, whole, slice_, w, x)
+    def step_with(other):
+        def block(w, x):
+            return lax.cond(sign * jnp.square(x).sum() > 0, whole, other, w, x)
 
-    fails(PartitionError, "traced on `stage=0` with axes .* runs on axes", block)
+        return make_step(block)
+
+    reference = step_with(mapped(dense))
+    step = step_with(shard_map(dense, **ROWS))
+    check(make_multi(MESH), step, weights(), (X, Y), reference=reference)

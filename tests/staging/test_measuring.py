@@ -122,7 +122,8 @@ def test_passes_of_a_function_and_of_what_is_staged():
         found = debug.passes(pipelined.loss, params, pipelined.BATCH)
         lowered = mjit(pipelined.loss).lower(params, pipelined.BATCH)
         assert debug.passes(mjit(pipelined.loss), params, pipelined.BATCH) == found
-    assert list(found) == ["inline", "simplify_loops", "assign", "split", "emit", "fuse"]
+    passes = ["inline", "simplify_loops", "split_stacks", "assign", "split", "emit", "fuse"]
+    assert list(found) == passes
     assert "layer0_fwd" in found["split"] and "copy stage=0 -> stage=1" in found["emit"]
     assert debug.passes(lowered) == debug.passes(lowered.compile()) == found
 
