@@ -1,8 +1,9 @@
 # The list of things one can do here. Needs python3 (>= 3.11), make and PyPI; nothing else.
 #
 #   make demo           the tutorial, a pipelined classifier and a GPT on 8 CPU devices
-#   make test           the tests, without the slow ones (N programs of the fuzzer among them)
-#   make test-all       all tests
+#   make test           the tests, of each family of programs the first (50 random programs, too)
+#   make test-programs  all families of programs: optimizers, dataflow, control flow, meshes, ...
+#   make test-all       all tests, the slow ones too
 #   make check          format, lint, types, import order
 #   make test-matrix    the tests on JAX 0.10.2 / 0.11 / newest, as far as the Pythons are there
 #   make test-fallback  the core tests with every private JAX name switched off
@@ -23,7 +24,7 @@ PY = $(VENV)/bin/python
 STAMP = $(VENV)/.installed-dev
 DOCS_STAMP = $(VENV)/.installed-docs
 
-.PHONY: demo test test-all check format test-matrix test-fallback fuzz bench docs clean
+.PHONY: demo test test-programs test-all check format test-matrix test-fallback fuzz bench docs clean
 .DEFAULT_GOAL := test
 
 # A stamp is younger than pyproject.toml exactly when the packages it names are installed.
@@ -44,7 +45,10 @@ demo: $(STAMP)
 	$(PY) examples/train_gpt.py --schedule $(SCHEDULE)
 
 test: $(STAMP)
-	$(PY) -m pytest -n $(JOBS) -m "not slow" $(ARGS)
+	$(PY) -m pytest -n $(JOBS) -m "not slow and not family" $(ARGS)
+
+test-programs: $(STAMP)
+	$(PY) -m pytest -n $(JOBS) -m "not slow and family" tests/programs $(ARGS)
 
 test-all: $(STAMP)
 	$(PY) -m pytest -n $(JOBS) $(ARGS)

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Runs the core tests, and those of what differs between versions, on the supported range of JAX:
-# each Python takes the JAX that its users would have.
+# Runs the core tests, those of what differs between versions, the examples and the first of each
+# family of programs on the supported range of JAX: each Python takes the JAX that its users have.
 # Pythons that the machine lacks are named and left out; it fails if it finds none or a run fails.
 set -u
 cd "$(dirname "$0")/.."
@@ -13,7 +13,7 @@ find_python() { # find_python 3.12 -> a path that runs, or nothing
     done
 }
 
-tests=(tests/core tests/jax_compat tests/partition tests/upstream)
+tests=(tests/core tests/jax_compat tests/partition tests/upstream tests/examples tests/programs)
 num_run=0
 failed=()
 missing=()
@@ -33,7 +33,7 @@ run() { # run PYTHON_VERSION JAX_REQUIREMENT [pytest arguments]
     fi
     echo "== $("$venv/bin/python" -c 'import sys, jax; print("Python", sys.version.split()[0], "JAX", jax.__version__)')"
     num_run=$((num_run + 1))
-    "$venv/bin/python" -m pytest -q -n "${JOBS:-2}" -m "not slow" "${tests[@]}" "$@" ||
+    "$venv/bin/python" -m pytest -q -n "${JOBS:-2}" -m "not slow and not family" "${tests[@]}" "$@" ||
         failed+=("python$version with $jax")
 }
 

@@ -10,15 +10,19 @@ from tests.examples.test_examples import run
 SMALL = ["--layers", "2", "--width", "32", "--context", "16", "--batch", "16", "--steps", "6"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags",
     [
-        "--tied --check",
-        "--untied --dropout 0.1 --check --schedule gpipe",
         "--check --explicit --schedule eager-1f1b",
-        "--stages 4 --data 1 --model 2 --layers 4 --check",
-        "--bf16 --dropout 0.1",
+        *(
+            pytest.param(flags, marks=pytest.mark.slow)
+            for flags in (
+                "--tied --check",
+                "--untied --dropout 0.1 --check --schedule gpipe",
+                "--stages 4 --data 1 --model 2 --layers 4 --check",
+                "--bf16 --dropout 0.1",
+            )
+        ),
     ],
 )
 def test_gpt_trains_as_plain_jax_does(flags: str) -> None:

@@ -233,6 +233,23 @@ def with_eqns(jaxpr: Any, eqns: Sequence[JaxprEqn]) -> Any:
     return ClosedJaxpr(jaxpr.jaxpr.replace(eqns=list(eqns)), jaxpr.consts)
 
 
+def for_one_output(eqn: JaxprEqn, index: int) -> tuple[JaxprEqn, list[int]] | None:
+    """Returns the part of an equation that makes one of its outputs, by JAX's own rules.
+
+    With it comes the position that each of its operands has among those of `eqn`. None where the
+    output is an operand passed through.
+    """
+    invars = [new_var(atom.aval) for atom in eqn.invars]
+    outvars = [new_var(var.aval) for var in eqn.outvars]
+    renamed = replace_eqn(eqn, invars=invars, outvars=outvars)
+    whole = new_jaxpr(invars, [outvars[index]], [renamed])
+    part, _ = partial_eval.dce_jaxpr(whole, [True], instantiate=True)
+    if not part.eqns:
+        return None
+    position: dict[Any, int] = {var: i for i, var in enumerate(invars)}
+    return part.eqns[0], [position[var] for var in part.eqns[0].invars]
+
+
 def fresh_eqns(eqns: Sequence[JaxprEqn], env: dict[Any, Atom]) -> list[JaxprEqn]:
     """Returns the equations in fresh variables.
 

@@ -8,22 +8,33 @@ task, from the crossing value that the forward task made. Otherwise the backward
 would wait for a recomputation on the first.
 """
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
-from multimesh._src.ir.flat import Equation, FlatProgram, Lit, Loop, Operand, Step, Var
+from multimesh._src.ir.flat import (
+    Equation,
+    FlatProgram,
+    Guard,
+    Lit,
+    Loop,
+    Operand,
+    Step,
+    Var,
+)
+from multimesh._src.jax_compat import jaxprs
 from multimesh._src.partition.dedupe import hashable
 from multimesh._src.partition.prune import has_effect
 
 
 @dataclass(slots=True)
 class _Saved:
-    """Equal values: of each variable the first one, and the equations that make first ones."""
+    """Equal values: of each variable the first one, and how often the first ones are transposed."""
 
     place: Mapping[int, int]
-    first: dict[Hashable, Equation] = field(default_factory=dict)
+    first: dict[Hashable, tuple[Var, int]] = field(default_factory=dict)
     equal: dict[Var, Var] = field(default_factory=dict)
     sender: dict[Var, int] = field(default_factory=dict)  # place of a recomputed variable
 
@@ -53,23 +64,43 @@ class _Saved:
     def _note(self, equation: Equation) -> None:
         if has_effect(equation):
             return
-        first = self.first.setdefault(self._key(equation), equation)
-        if first is equation:
-            return
-        pairs = zip(equation.outputs, first.outputs, strict=True)
-        self.equal |= {var: self.equal.get(same, same) for var, same in pairs}
-        if first.scope.transposes < equation.scope.transposes and equation.serial in self.place:
-            self.sender |= dict.fromkeys(equation.outputs, self.place[equation.serial])
+        for output, key in zip(equation.outputs, self._keys(equation), strict=True):
+            first, transposes = self.first.setdefault(key, (output, equation.scope.transposes))
+            if first == output:
+                continue
+            self.equal[output] = self.equal.get(first, first)
+            if transposes < equation.scope.transposes and equation.serial in self.place:
+                self.sender[output] = self.place[equation.serial]
 
-    def _key(self, equation: Equation) -> Hashable:
+    def _keys(self, equation: Equation) -> list[Hashable]:
+        """For each output a value that equal outputs share.
+
+        Of control flow autodiff makes other equations, which give residuals too: only the part that
+        makes an output counts.
+        """
+        eqn, numbers = equation.eqn, range(len(equation.outputs))
+        if not jaxprs.sub_jaxprs(eqn.params):
+            whole = self._key(eqn, equation.inputs, equation.guards)
+            return [(whole, k) for k in numbers]
+        keys: list[Hashable] = []
+        for k in numbers:
+            part = jaxprs.for_one_output(eqn, k)
+            if part is None:
+                keys.append(("passed on", equation.serial, k))
+            else:
+                inputs = [equation.inputs[position] for position in part[1]]
+                keys.append(self._key(part[0], inputs, equation.guards))
+        return keys
+
+    def _key(self, eqn: Any, inputs: Sequence[Operand], guards: Sequence[Guard]) -> Hashable:
         def value(operand: Operand) -> Hashable:
             if isinstance(operand, Lit):
                 return hashable(np.asarray(operand.value)), operand.aval
             return self.equal.get(operand, operand)
 
-        params = tuple((name, hashable(v)) for name, v in sorted(equation.eqn.params.items()))
-        guards = tuple((value(guard.index), guard.branch) for guard in equation.guards)
-        return equation.eqn.primitive, params, tuple(map(value, equation.inputs)), guards
+        params = tuple((name, hashable(v)) for name, v in sorted(eqn.params.items()))
+        around = tuple((value(guard.index), guard.branch) for guard in guards)
+        return eqn.primitive, params, tuple(map(value, inputs)), around
 
 
 def use_saved(program: FlatProgram, place: Mapping[int, int]) -> FlatProgram:
