@@ -1,5 +1,6 @@
 """Random programs against plain `jax.jit` by R1; `make fuzz` runs more of them."""
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -71,3 +72,33 @@ def test_small_pipeline(schedule: str, num_microbatches: int) -> None:
             num_steps=5,
         )
     )
+
+
+def stages(*layers: tuple[tuple[str, ...], int], **last: Any) -> tuple[Layer, ...]:
+    """Layers of given ops and submesh, each a stage; `last` holds for the last one."""
+    made = [Layer(ops, submesh=place, stage=i) for i, (ops, place) in enumerate(layers)]
+    return (*made[:-1], replace(made[-1], **last))
+
+
+LOOPED = {"unlike": None, "num_microbatches": 2, "schedule": "", "chunks": 2}
+TWICE = [(("bias",), 0), (("bias",), 1), (("conditional",), 2)] * 2
+SKIPPING = stages(*TWICE, (("tanh",), 3), scoped=False, checkpoint=True, skip=0)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        # What a remat region recomputes by control flow was sent to another stage again.
+        Spec(
+            stages((("conditional",), 0), (("tanh",), 1), (("relu",), 0), (("bias",), 1)),
+            sliced=(2, 1, 1),
+            checkpoint=True,
+            **LOOPED,
+        ),
+        # Code in no scope, read by two stages of one submesh, ran with the later one.
+        Spec(SKIPPING, sliced=(4, 1, 1), **LOOPED),
+        Spec(SKIPPING, sliced=(4, 1, 1), checkpoint=True, gated=0, **LOOPED),
+    ],
+)
+def test_programs_that_failed_once(spec: Spec) -> None:
+    check_program(spec)

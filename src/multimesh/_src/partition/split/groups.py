@@ -1,10 +1,10 @@
 """Gives every placed equation its task group.
 
 A seed's group is (task name, transposes, submesh) (R4). Any other equation joins, on its
-submesh and in its phase, the group of its operand that is made last, else that of its first user,
-else the group `main`. Outside loops, what runs after the backward pass (clip, optimizer, metrics)
-is further told apart by how many hops between submeshes still lie ahead of it: a total that other
-submeshes wait for never shares a task with the update that needs it.
+submesh and in its phase, the group of its operand that is made last, else that of its users' groups
+that ends first, else the group `main`. Outside loops, what runs after the backward pass (clip,
+optimizer, metrics) is further told apart by how many hops between submeshes still lie ahead of it:
+a total that other submeshes wait for never shares a task with the update that needs it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -94,6 +94,7 @@ class _Grouper:
     hops: Sequence[int]
     backward_name: Callable[[str], str]
     groups: dict[int, Group] = field(default_factory=dict[int, Group])
+    ends: dict[tuple[str, int, int], int] = field(default_factory=dict)  # the last seeds
 
     def seed(self, position: int, step: Equation, match: Match) -> None:
         """Gives a seed the group of its match."""
@@ -107,6 +108,7 @@ class _Grouper:
             suffixes=match.task.split_backprop or ("", ""),
             pairs=match.pairs,
         )
+        self.ends[_key(self.groups[position])] = position
 
     def join_operand(self, position: int) -> bool:
         """Puts an equation in the group of its operand that is made last, if there is one."""
@@ -121,14 +123,21 @@ class _Grouper:
         return False
 
     def join_user(self, position: int) -> bool:
-        """Puts an equation in the group of its first user, if there is one."""
-        for user in sorted(self.region.users[position]):
-            group = self.groups.get(user)
-            if group is not None and self._fits(group, position):
-                hops = max(group.hops, self.hops[position])
-                self.groups[position] = replace(group, hops=hops)
-                return True
-        return False
+        """Puts an equation in the group of a user, the one that ends first, if there is one.
+
+        The first user itself may be a value's way to a group that runs much later; and where a
+        whole model is recomputed, backward tasks begin in the order of the layers.
+        """
+        found = [
+            (self.ends.get(_key(group), user), user, group)
+            for user in self.region.users[position]
+            if (group := self.groups.get(user)) is not None and self._fits(group, position)
+        ]
+        if not found:
+            return False
+        _, _, group = min(found, key=lambda entry: entry[:2])
+        self.groups[position] = replace(group, hops=max(group.hops, self.hops[position]))
+        return True
 
     def join_others(self) -> None:
         """Groups what has no operand to join: by users, then by operands that joined users."""
@@ -159,3 +168,7 @@ class _Grouper:
 
     def _place(self, position: int) -> int:
         return _place_of(self.region, position, self.place)
+
+
+def _key(group: Group) -> tuple[str, int, int]:
+    return group.name, group.transposes, group.submesh
