@@ -104,6 +104,15 @@ def scan_parts(eqn: JaxprEqn) -> ScanParts:
     return ScanParts(num_consts, num_carry, params["length"], params["reverse"], params["jaxpr"])
 
 
+def params_without_trees(eqn: JaxprEqn) -> Mapping[str, Any]:
+    """Returns the params of an equation; of the trees of a scan, which autodiff nests, the sizes."""
+    if "ft_in" not in eqn.params:
+        return eqn.params
+    parts = scan_parts(eqn)
+    kept = {name: value for name, value in eqn.params.items() if name not in ("ft_in", "ft_out")}
+    return {**kept, "num_consts": parts.num_consts, "num_carry": parts.num_carry}
+
+
 # --- building ------------------------------------------------------------------------------------
 
 

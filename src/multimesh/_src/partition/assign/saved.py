@@ -98,7 +98,10 @@ class _Saved:
                 return hashable(np.asarray(operand.value)), operand.aval
             return self.equal.get(operand, operand)
 
-        params = tuple((name, hashable(v)) for name, v in sorted(eqn.params.items()))
+        params = tuple(
+            (name, hashable(param))
+            for name, param in sorted(jaxprs.params_without_trees(eqn).items())
+        )
         around = tuple((value(guard.index), guard.branch) for guard in guards)
         return eqn.primitive, params, tuple(map(value, inputs)), around
 
