@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Runs the core tests, those of what differs between versions, the examples and the first of each
 # family of programs on the supported range of JAX: each Python takes the JAX that its users have.
+# Random programs run on the default JAX alone.
 # Pythons that the machine lacks are named and left out; it fails if it finds none or a run fails.
 set -u
 cd "$(dirname "$0")/.."
@@ -13,7 +14,8 @@ find_python() { # find_python 3.12 -> a path that runs, or nothing
     done
 }
 
-tests=(tests/core tests/jax_compat tests/partition tests/upstream tests/examples tests/programs)
+tests=(tests/core tests/jax_compat tests/partition tests/upstream tests/examples tests/programs
+    --ignore=tests/programs/test_fuzz.py)
 num_run=0
 failed=()
 missing=()

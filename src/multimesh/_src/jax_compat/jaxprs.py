@@ -105,7 +105,7 @@ def scan_parts(eqn: JaxprEqn) -> ScanParts:
 
 
 def params_without_trees(eqn: JaxprEqn) -> Mapping[str, Any]:
-    """Returns the params of an equation; of the trees of a scan, which autodiff nests, the sizes."""
+    """Returns the params of an equation; of a scan's trees, which autodiff nests, the sizes."""
     if "ft_in" not in eqn.params:
         return eqn.params
     parts = scan_parts(eqn)
