@@ -45,7 +45,7 @@ class Replay:
     """The floor: calls the executables and copies of a compiled plan, slot by slot."""
 
     def __init__(self, plan: Any, arguments: list[Any]):
-        self._slots = plan._template.copy()
+        self._slots = plan._prepared.new_slots()
         plan._inputs.load(arguments, self._slots)
         self._steps = [step[:4] for step in plan._steps]
         self._outputs = plan.buffered.plan.outputs
