@@ -180,6 +180,31 @@ def test_scalars_vote_only_when_nothing_else_does() -> None:
     assert found.of("exp") == found.of("dot_general", 1)
 
 
+def test_a_norm_of_parameters_is_taken_where_each_lives() -> None:
+    """Who reads a number made of an array has no say on the array."""
+
+    def step(params: Any, x: Any) -> Any:
+        norm = sum(jnp.sum(jnp.exp(p)) for p in params)
+        grads = jax.grad(lambda p: jnp.tanh(mlp(p, x)).sum())(params)
+        return [g * norm for g in grads]
+
+    found = assigned(pipeline(2), step, PAIR, SQUARE)
+    exponentials = [found.of("exp", n) for n in (0, 1)]
+    assert exponentials == [found.of("reduce_sum", n) for n in (0, 1)] == [0, 1]
+
+
+def test_numbers_are_joined_where_the_last_one_is_made() -> None:
+    """The gradients of the first stage come last, whatever the order of the text."""
+
+    def step(params: Any, x: Any) -> Any:
+        gradient = jax.grad(lambda p, x: jnp.square(jnp.tanh(mlp(p, x))).sum())
+        grads = microbatch(gradient, 0, 2, argnum=1)(params, x)
+        return [g * jnp.sin(sum(map(jnp.sum, grads))) for g in grads]
+
+    found = assigned(pipeline(2), step, PAIR, SQUARE)
+    assert found.of("sin") == 0
+
+
 def test_an_equation_of_arguments_follows_its_users() -> None:
     def step(params: Any, x: Any) -> Any:
         half = jnp.sin(params[1])

@@ -126,8 +126,8 @@ train(%0:float32[8,8], %1:float32[8,8], %3:float32[2,2,8]) constants ()
   %31:float32[] = reduce_sum %30 @1
   %39:float32[] = add %28 1.0 @0
   %40:float32[] = add %39 0.0 @0
-  %33:float32[] = add %31 %40 @0
-  %34:float32[] = div 1.0 %33 @0
+  %33:float32[] = add %40 %31 @1
+  %34:float32[] = div 1.0 %33 @1
   %35:float32[8,8] = mul %34 %25 @0
   %36:float32[8,8] = sub %0 %35 @0
   %37:float32[8,8] = mul %34 %26 @1
@@ -158,10 +158,10 @@ program train
     task layer0_bwd BW stage 0 @ stage=0
       (%18:float32[2,8], %3:float32[2,2,8], %6:int32[], %8:float32[8,8]) -> (%22:float32[8,8])
   end %24 <- %21, %25 <- %22, %26 <- %23
-  task main - @ stage=1
-    (%26:float32[8,8]) -> (%31:float32[])
   task main - @ stage=0
-    (%25:float32[8,8], %31:float32[]) -> (%33:float32[])
+    (%25:float32[8,8]) -> (%40:float32[])
+  task main - @ stage=1
+    (%26:float32[8,8], %40:float32[]) -> (%33:float32[])
   task main - @ stage=0
     (%33:float32[], %25:float32[8,8], %0:float32[8,8]) -> (%36:float32[8,8])
   task main - @ stage=1
@@ -193,12 +193,12 @@ copy stage=1 -> everywhere: s17 => s18
 run layer1_bwd[1]: s9 s10 s14 -> s19 s20
 copy stage=1 -> stage=0: s19 => s21
 run layer0_bwd[1]: s21 s2 s7 s16 -> s22
-run main: s20 -> s23
-copy stage=1 -> stage=0: s23 => s24
-run main: s22 s24 -> s25
-copy stage=0 -> stage=1: s25 => s26
-run main: s25 s22 s4 -> s27
-run main: s26 s20 s10 -> s28
+run main: s22 -> s23
+copy stage=0 -> stage=1: s23 => s24
+run main: s20 s24 -> s25
+copy stage=1 -> stage=0: s25 => s26
+run main: s26 s22 s4 -> s27
+run main: s25 s20 s10 -> s28
 return s27 s28 s18\
 """)
 
@@ -224,12 +224,12 @@ run layer1_fwd+layer1_bwd[1]: s9 s10 s12 s14 -> s17 s19 s20
 copy stage=1 -> everywhere: s17 => s18
 copy stage=1 -> stage=0: s19 => s21
 run layer0_bwd[1]: s21 s2 s7 s16 -> s22
-run main: s20 -> s23
-copy stage=1 -> stage=0: s23 => s24
-run main: s22 s24 -> s25
-copy stage=0 -> stage=1: s25 => s26
-run main: s25 s22 s4 -> s27
-run main: s26 s20 s10 -> s28
+run main: s22 -> s23
+copy stage=0 -> stage=1: s23 => s24
+run main: s20 s24 -> s25
+copy stage=1 -> stage=0: s25 => s26
+run main: s26 s22 s4 -> s27
+run main: s25 s20 s10 -> s28
 return s27 s28 s18\
 """)
 

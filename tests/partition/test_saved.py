@@ -26,11 +26,7 @@ def by_jit(x: Any, w: Any) -> Any:
     return jax.jit(lambda x, w: jnp.tanh(x * w))(x, w)
 
 
-# Newer versions of JAX give a differentiated scan another form: a known weakness.
-WITH_SCAN = pytest.mark.skipif(jax.__version_info__ >= (0, 11), reason="see architecture.md")
-
-
-@pytest.mark.parametrize("layer", [by_cond, pytest.param(by_scan, marks=WITH_SCAN), by_jit])
+@pytest.mark.parametrize("layer", [by_cond, by_scan, by_jit])
 @pytest.mark.parametrize("schedule", ["looped-bfs", "1f1b"])
 def test_no_backward_waits_for_a_recomputation_elsewhere(
     layer: Callable[..., Any], schedule: str

@@ -4,7 +4,9 @@
     python -m tests.programs.fuzz --spec "Spec(layers=(Layer(ops=('matmul',)),), ...)"
 
 Program number `i` is always the same program. A program that fails is made simpler as long as it
-still fails in the same way, and is printed as code that `--spec` takes.
+still fails in the same way, and is printed as code that `--spec` takes. XLA's optimisations are off,
+for ours and for the references alike: they take a third of the time and are not what is tested
+here; `--optimized` leaves them on, as `make test` does.
 """
 
 import argparse
@@ -135,8 +137,10 @@ def main() -> int:
     parser.add_argument("--num-programs", type=int, default=500)
     parser.add_argument("--start", type=int, default=0, help="number of the first program")
     parser.add_argument("--keep-going", type=int, default=10, help="failures before it stops")
+    parser.add_argument("--optimized", action="store_true", help="leave XLA's optimisations on")
     parser.add_argument("--spec", help="runs this one program, as printed for a failure")
     args = parser.parse_args()
+    jax.config.update("jax_disable_most_optimizations", not args.optimized)
     console = Console()
     if args.spec:
         spec = eval(args.spec, {"Spec": Spec, "Layer": Layer})

@@ -54,17 +54,12 @@ ILL_CONDITIONED = {
 
 # State that cannot lie with one parameter, or arithmetic that cannot lie with one gradient.
 SHARED = {
-    "apply_if_finite": "a cond over all parameters",
-    "conditionally_mask": "a cond over all parameters",
-    "conditionally_transform": "a cond over all parameters",
     "flatten": "one vector of all parameters",
-    "lbfgs": "a cond over all parameters, and a line search",
-    "novograd": "a cond over all parameters",
+    "lbfgs": "a scan over all parameters, and a line search",
     "scale_by_backtracking_linesearch": "a search that runs the model",
-    "scale_by_lbfgs": "a cond over all parameters",
-    "scale_by_novograd": "a cond over all parameters",
+    "scale_by_lbfgs": "a scan over all parameters",
     "scale_by_zoom_linesearch": "a search that runs the model",
-    "contrib.mechanize": "a cond over all parameters",
+    "contrib.mechanize": "a norm of the parameters: small ones are on every submesh",
     "contrib.sophia": "a cond that runs the model",
 }
 

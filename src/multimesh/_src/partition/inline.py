@@ -45,7 +45,8 @@ from multimesh._src.jax_compat import jaxprs
 from multimesh._src.partition.seeds import Seeds
 
 _CALLS = frozenset(
-    ("jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "remat_call")
+    ("jit", "pjit", "closed_call", "core_call", "eval_jaxpr", "remat_call")
+    + ("custom_jvp_call", "custom_vjp_call")
 )
 REMAT = frozenset(("checkpoint", "remat", "remat2"))
 _MAX_SCALARS = 16  # elements up to which a conditional without tasks is not worth cutting
@@ -187,7 +188,7 @@ class Builder:
         if set(eqn.params) != {"branches"}:
             return False  # chosen by platform, which only lowering knows
         num_submeshes = self.seeds.num_submeshes_inside(eqn, scope)
-        large = any(var.aval.size > _MAX_SCALARS for var in eqn.outvars)
+        large = any(atom.aval.size > _MAX_SCALARS for atom in (*eqn.invars, *eqn.outvars))
         return num_submeshes > 1 or (num_submeshes == 0 and large)
 
     def _inline_call(self, eqn: Any, inputs: list[Operand], scope: Scope) -> list[Operand]:

@@ -123,7 +123,7 @@ def _decide_region(
     _settle_carries(table)
     for equation in reversed(equations):
         if equation.serial not in table.place:
-            _settle(equation, _from_users(equation, table), table)
+            _settle(equation, _from_users(equation, table, scalars), table)
     _settle_carries(table)
     return len(table.place) > before
 
@@ -151,6 +151,8 @@ def _settle_carries(table: _Table) -> None:
     """A carry lives where its next value is made, else where its value inside is used."""
     for carry in table.carries:
         place = None if isinstance(carry.next, Lit) else table.var_place.get(carry.next)
+        if not isinstance(carry.next, Lit):
+            table.hops[carry.result] = table.hops.get(carry.next, 0)
         if place is None:
             places = _user_places(carry.inside, table) or _user_places(carry.result, table)
             place = next(iter(places), None)
@@ -237,7 +239,8 @@ def _user_places(var: Var, table: _Table) -> list[int]:
     return sorted(places, key=lambda place: -places[place])
 
 
-def _from_users(equation: Equation, table: _Table) -> int | None:
+def _from_users(equation: Equation, table: _Table, scalars: bool) -> int | None:
+    scalars = scalars or equation.scope.transposes > 0
     places: Iterable[int]
     if equation.serial in table.cloned.floating:
         # each user makes it for itself: no vote, and no look along a chain that may be long
@@ -245,7 +248,8 @@ def _from_users(equation: Equation, table: _Table) -> int | None:
         wanted = [place for var in equation.outputs for place in table.wanted[var]]
         places = (*wanted, *(table.place[user] for user in users if user in table.place))
     else:
-        places = (place for var in equation.outputs for place in _user_places(var, table))
+        outputs = (var for var in equation.outputs if scalars or table.avals[var].ndim > 0)
+        places = (place for var in outputs for place in _user_places(var, table))
     return next(iter(places), None)
 
 
