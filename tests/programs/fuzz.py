@@ -4,9 +4,9 @@
     python -m tests.programs.fuzz --spec "Spec(layers=(Layer(ops=('matmul',)),), ...)"
 
 Program number `i` is always the same program. A program that fails is made simpler as long as it
-still fails in the same way, and is printed as code that `--spec` takes. XLA's optimisations are off,
-for ours and for the references alike: they take a third of the time and are not what is tested
-here; `--optimized` leaves them on, as `make test` does.
+still fails in the same way, and is printed as code that `--spec` takes. XLA's optimisations are
+off, for ours and for the references alike: they take a third of the time and are not what is tested
+here. `--optimized` leaves them on.
 """
 
 import argparse

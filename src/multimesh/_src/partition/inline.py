@@ -44,10 +44,10 @@ from multimesh._src.ir.scope import Scope
 from multimesh._src.jax_compat import jaxprs
 from multimesh._src.partition.seeds import Seeds
 
-_CALLS = frozenset(
-    ("jit", "pjit", "closed_call", "core_call", "eval_jaxpr", "remat_call")
-    + ("custom_jvp_call", "custom_vjp_call")
-)
+_CALLS = frozenset(("jit", "pjit", "closed_call", "core_call", "eval_jaxpr", "remat_call")) | {
+    "custom_jvp_call",
+    "custom_vjp_call",
+}
 REMAT = frozenset(("checkpoint", "remat", "remat2"))
 _MAX_SCALARS = 16  # elements up to which a conditional without tasks is not worth cutting
 
