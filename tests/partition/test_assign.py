@@ -390,7 +390,7 @@ def test_a_remat_region_over_submeshes_recomputes_from_saved_values() -> None:
         return jax.value_and_grad(lambda p: jax.checkpoint(mlp)(p, x).sum())(params)
 
     found = assigned(pipeline(2), step, PAIR, SQUARE)
-    flat = prune(use_saved(found.flat, found.place))
+    flat = prune(use_saved(found.flat, found.place, found.match))
     maker = {v: eq for eq in flat.steps if not isinstance(eq, Loop) for v in eq.outputs}
     for eq in maker.values():
         for var in eq.inputs:
@@ -416,7 +416,7 @@ def test_random_numbers_of_other_keys_are_not_taken_for_equal() -> None:
     key = jax.eval_shape(lambda: jax.random.key(0))
     found = assigned(pipeline(2), step, PAIR, SQUARE, key)
     before = {eq.serial: eq for eq in named(found.flat.steps, "add")}
-    for eq in named(use_saved(found.flat, found.place).steps, "add"):
+    for eq in named(use_saved(found.flat, found.place, found.match).steps, "add"):
         assert len(set(eq.inputs)) == len(set(before[eq.serial].inputs))
 
 
@@ -437,7 +437,7 @@ def test_values_inside_a_loop_are_not_saved_for_what_stands_behind_it() -> None:
         return jax.value_and_grad(loss)(params)
 
     found = assigned(pipeline(2), step, PAIR, zeros(8), zeros(3, 8, 8))
-    flat = use_saved(found.flat, found.place)
+    flat = use_saved(found.flat, found.place, found.match)
     known = {*flat.arguments, *flat.constants}
     for made in flat.steps:
         if isinstance(made, Loop):

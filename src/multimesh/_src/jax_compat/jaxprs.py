@@ -235,11 +235,17 @@ def close(jaxpr: Jaxpr, consts: Sequence[Any] = ()) -> ClosedJaxpr:
     return ClosedJaxpr(jaxpr, list(consts))
 
 
-def with_eqns(jaxpr: Any, eqns: Sequence[JaxprEqn]) -> Any:
-    """Returns `jaxpr`, open or closed as it was, with other equations and the same variables."""
+def with_eqns(jaxpr: Any, eqns: Sequence[JaxprEqn], outvars: Sequence[Atom] | None = None) -> Any:
+    """Returns `jaxpr`, open or closed as it was, with other equations.
+
+    Its inputs stay, and so do its results without `outvars`.
+    """
+    parts: dict[str, Any] = {"eqns": list(eqns)}
+    if outvars is not None:
+        parts["outvars"] = list(outvars)
     if isinstance(jaxpr, Jaxpr):
-        return jaxpr.replace(eqns=list(eqns))
-    return ClosedJaxpr(jaxpr.jaxpr.replace(eqns=list(eqns)), jaxpr.consts)
+        return jaxpr.replace(**parts)
+    return ClosedJaxpr(jaxpr.jaxpr.replace(**parts), jaxpr.consts)
 
 
 def for_one_output(eqn: JaxprEqn, index: int) -> tuple[JaxprEqn, list[int]] | None:

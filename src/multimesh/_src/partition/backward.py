@@ -12,7 +12,7 @@ gradients in B. A remat region is opened first, since its recomputation serves b
 whose contractions stand inside another kind of inner program (a scan) keeps its BW whole.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from jax.extend.core import ClosedJaxpr
 from multimesh._src.ir.flat import Var
 from multimesh._src.ir.program import Kind, TaskNode
 from multimesh._src.jax_compat import jaxprs
-from multimesh._src.partition.inline import REMAT
+from multimesh._src.partition.remat import open_remat
 
 # Programs that are one operation for us: what is inside cannot be split.
 _KERNELS = frozenset(("pallas_call", "custom_partitioning", "ffi_call", "shard_map"))
@@ -69,7 +69,9 @@ def split_backward(tasks: Sequence[TaskNode], numbers: Numbers) -> Split:
         tasks: The loop's tasks with their stages, in dataflow order.
         numbers: Where new variables and numbers come from.
     """
-    opened = [_open_remat(task) if task.kind == "BW" else task for task in tasks]
+    opened = _read_through(
+        [replace(t, body=open_remat(t.body)) if t.kind == "BW" else t for t in tasks]
+    )
     whole = {task.stage for task in opened if task.kind == "BW" and _hides_contraction(task.body)}
     splitter = _Splitter(numbers, opened, whole)
     splitter.run()
@@ -85,35 +87,33 @@ def _hides_contraction(body: ClosedJaxpr) -> bool:
     return any(eqn.primitive.name in CONTRACTIONS for j in inner for eqn in jaxprs.all_eqns(j))
 
 
-# --- remat ----------------------------------------------------------------------------------------
+# --- before ---------------------------------------------------------------------------------------
 
 
-def _open_remat(task: TaskNode) -> TaskNode:
-    if not any(eqn.primitive.name in REMAT for eqn in task.body.eqns):
-        return task
+def _read_through(tasks: Sequence[TaskNode]) -> list[TaskNode]:
+    """Lets tasks read the inputs that others hand on: a sum alone would be no reason to wait."""
+    source: dict[Var, Var] = {}
+    found: list[TaskNode] = []
+    for task in tasks:
+        task = _with_sources(task, source) if source.keys() & set(task.inputs) else task
+        inputs = dict(zip(task.body.invars, task.inputs, strict=True))
+        for var, atom in zip(task.outputs, task.body.outvars, strict=True):
+            if not jaxprs.is_literal(atom) and atom in inputs:
+                source[var] = inputs[atom]
+        found.append(task)
+    return found
+
+
+def _with_sources(task: TaskNode, source: Mapping[Var, Var]) -> TaskNode:
     body = jaxprs.open_jaxpr(task.body)
+    invar_of: dict[Var, Any] = {}
     env: dict[Any, Any] = {}
-    eqns = list(_opened(body.eqns, env))
-    outvars = [env.get(v, v) if not jaxprs.is_literal(v) else v for v in body.outvars]
-    return replace(task, body=jaxprs.new_closed_jaxpr(body.invars, outvars, eqns))
-
-
-def _opened(eqns: Sequence[Any], env: dict[Any, Any]) -> Iterator[Any]:
-    """The equations with remat regions replaced by what is inside, in fresh variables."""
-
-    def look(atom: Any) -> Any:
-        return atom if jaxprs.is_literal(atom) else env.get(atom, atom)
-
-    for eqn in eqns:
-        invars = [look(atom) for atom in eqn.invars]
-        if eqn.primitive.name not in REMAT:
-            yield jaxprs.replace_eqn(eqn, invars=invars)
-            continue
-        inner = jaxprs.open_jaxpr(jaxprs.sub_jaxprs(eqn.params)[0])
-        scope: dict[Any, Any] = dict(zip(inner.invars, invars, strict=True))
-        yield from _opened(jaxprs.fresh_eqns(inner.eqns, scope), {})
-        outs = [a if jaxprs.is_literal(a) else scope[a] for a in inner.outvars]
-        env.update(zip(eqn.outvars, outs, strict=True))
+    for var, invar in zip(task.inputs, body.invars, strict=True):
+        env[invar] = invar_of.setdefault(source.get(var, var), invar)
+    eqns = jaxprs.fresh_eqns(body.eqns, env)
+    outvars = [atom if jaxprs.is_literal(atom) else env[atom] for atom in body.outvars]
+    read = jaxprs.new_closed_jaxpr(list(invar_of.values()), outvars, eqns)
+    return replace(task, body=read, inputs=tuple(invar_of))
 
 
 # --- splitting ------------------------------------------------------------------------------------

@@ -209,7 +209,7 @@ def _place(driver: _Driver, stacks: Stacks) -> _Placed:
     # Where what is made of a microbatch would cross, one stage would wait for another in vain.
     cloned = clone_preparations(flat, flow, seeded, place, limit)
     # Only now is it known which remat regions span submeshes and what crosses inside them.
-    flat = prune(use_saved(flat, place))
+    flat = prune(use_saved(flat, place, match))
     # Places come before sums are regrouped: only then is it known which sums cross submeshes.
     flat, place = regroup_sums(flat, place, seeded, cloned)
     # Only when all readers and sums are settled is it known what had better grow behind a copy.

@@ -5,10 +5,11 @@
 
 Were `n` sent, the second tower would wait for the first one in every iteration. The batch goes to
 both once a call, so this is done where the slices have no more bytes than what crosses now, and
-where it costs no more than the user's cut-off.
+where it costs no more than the user's cut-off. What would cross against the direction of the
+pipeline is made again whatever the bytes, or the first stage would wait for the last one.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -39,7 +40,8 @@ def clone_preparations(
     for loop in _loops(program.steps):
         prepared = _prepared(loop, flow.cloned, seeded, max_cost)
         if prepared:
-            found |= _worth_cloning(loop, prepared, flow, place, program.avals)
+            first = _first_visits(loop, seeded)
+            found |= _worth_cloning(loop, prepared, flow, place, first, program.avals)
     return replace(flow.cloned, floating=flow.cloned.floating | found)
 
 
@@ -74,14 +76,24 @@ def _prepared(
     return prepared
 
 
+def _first_visits(loop: Loop, seeded: Mapping[int, int]) -> dict[int, int]:
+    """The position of the first equation of a task on each submesh."""
+    first: dict[int, int] = {}
+    for position, step in enumerate(loop.body):
+        if step.serial in seeded:
+            first.setdefault(seeded[step.serial], position)
+    return first
+
+
 def _worth_cloning(
     loop: Loop,
     prepared: Mapping[int, frozenset[Var]],
     flow: Flow,
     place: Mapping[int, int],
+    first: Mapping[int, int],
     avals: Mapping[Var, Any],
 ) -> set[int]:
-    """The prepared equations behind what crosses, if the slices are no larger than that."""
+    """The prepared equations behind what crosses, where that is better."""
     maker = {v: s for s in loop.body if isinstance(s, Equation) for v in s.outputs}
     crossing: dict[tuple[Var, int], None] = {}
     held: set[tuple[Var, int]] = set()  # slices that a submesh reads in any case
@@ -97,12 +109,24 @@ def _worth_cloning(
                 crossing[var, here] = None
             elif source.primitive == "dynamic_slice" and step.serial not in prepared:
                 held.add((var, here))
-    wanted = {(v, there) for var, there in crossing for v in prepared[maker[var].serial]}
-    slices = [var for var, _ in sorted(wanted - held)]
-    if not crossing or num_bytes(slices, avals) > num_bytes([var for var, _ in crossing], avals):
-        return set()
+
+    def slices_for(some: Iterable[tuple[Var, int]]) -> set[tuple[Var, int]]:
+        return {(v, there) for var, there in some for v in prepared[maker[var].serial]}
+
+    def size(some: Iterable[tuple[Var, int]]) -> int:
+        return num_bytes([var for var, _ in sorted(some)], avals)
+
+    def goes_back(var: Var, there: int) -> bool:
+        start = first.get(place[maker[var].serial])
+        return start is not None and start > first.get(there, start)
+
+    back = [entry for entry in crossing if goes_back(*entry)]
+    onward = [entry for entry in crossing if entry not in back]
+    held |= slices_for(back)
+    if size(slices_for(onward) - held) > size(onward):
+        onward = []
     found: set[int] = set()
-    todo = [maker[var] for var, _ in crossing]
+    todo = [maker[var] for var, _ in (*back, *onward)]
     while todo:
         step = todo.pop()
         if step.serial in prepared and step.serial not in found:
@@ -113,7 +137,8 @@ def _worth_cloning(
 
 def _reads_of(step: Equation, flow: Flow) -> Iterator[Var]:
     """What a step reads, looking through clones up to the slices of the iteration."""
-    todo, seen = [v for v in step.inputs if not isinstance(v, Lit)], set[Var]()
+    reads = (*step.inputs, *(guard.index for guard in step.guards))
+    todo, seen = [v for v in reads if not isinstance(v, Lit)], set[Var]()
     while todo:
         var = todo.pop()
         if var in seen:

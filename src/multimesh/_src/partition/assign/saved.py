@@ -3,9 +3,9 @@
     y = layer0(x)  @0 ; z = layer1(y)  @1             forward
     y' = layer0(x) @0 ; z' = layer1(y') @1  ^T   ->   y' = layer0(x) @0 ; z' = layer1(y) @1  ^T
 
-A remat region that spans submeshes is cut at them: each part is recomputed by its own backward
-task, from the crossing value that the forward task made. Otherwise the backward of the last stage
-would wait for a recomputation on the first.
+A remat region that spans submeshes is cut at them, and at the stages that the user gives: each part
+is recomputed by its own backward task, from the crossing value that the forward task made.
+Otherwise the backward of the last stage would wait for a recomputation on the first.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from multimesh._src.frontend.matching import Match
 from multimesh._src.ir.flat import (
     Equation,
     FlatProgram,
@@ -27,6 +28,10 @@ from multimesh._src.ir.flat import (
 from multimesh._src.jax_compat import jaxprs
 from multimesh._src.partition.dedupe import hashable
 from multimesh._src.partition.prune import has_effect
+from multimesh._src.partition.remat import without_remat
+
+_Spot = tuple[int | None, int | None]
+"""A submesh and a stage."""
 
 
 @dataclass(slots=True)
@@ -34,9 +39,11 @@ class _Saved:
     """Equal values: of each variable the first one, and how often the first ones are transposed."""
 
     place: Mapping[int, int]
+    stage: Mapping[int, int | None]
     first: dict[Hashable, tuple[Var, int]] = field(default_factory=dict)
     equal: dict[Var, Var] = field(default_factory=dict)
-    sender: dict[Var, int] = field(default_factory=dict)  # place of a recomputed variable
+    made_at: dict[Var, _Spot] = field(default_factory=dict)
+    sender: dict[Var, _Spot] = field(default_factory=dict)  # where a variable is recomputed
 
     def steps(self, steps: tuple[Step, ...]) -> tuple[Step, ...]:
         return tuple(
@@ -50,16 +57,29 @@ class _Saved:
         return replace(loop, body=body)
 
     def equation(self, equation: Equation) -> Equation:
+        here = self._spot(equation)
         self._note(equation)
-        here = self.place.get(equation.serial)
+        here = next((self.made_at[output] for output in equation.outputs), here)
 
         def saved(operand: Operand) -> Operand:
-            if isinstance(operand, Lit) or self.sender.get(operand, here) == here:
+            if isinstance(operand, Lit) or not _apart(self.sender.get(operand, here), here):
                 return operand
             return self.equal[operand]
 
         inputs = tuple(map(saved, equation.inputs))
         return equation if inputs == equation.inputs else replace(equation, inputs=inputs)
+
+    def _spot(self, equation: Equation) -> _Spot:
+        """Where an equation runs; without a stage of its own, in the last that it reads from."""
+        here, stage = self.place.get(equation.serial), self.stage.get(equation.serial)
+        if stage is None:
+            reads = [self.made_at.get(v) for v in equation.inputs if not isinstance(v, Lit)]
+            found = [spot[1] for spot in reads if spot is not None and spot[0] == here]
+            stages = [number for number in found if number is not None]
+            last = min if equation.scope.transposes else max  # of a backward: the lowest
+            stage = last(stages, default=None)
+        self.made_at.update(dict.fromkeys(equation.outputs, (here, stage)))
+        return here, stage
 
     def _note(self, equation: Equation) -> None:
         if has_effect(equation):
@@ -70,13 +90,16 @@ class _Saved:
                 continue
             self.equal[output] = self.equal.get(first, first)
             if transposes < equation.scope.transposes and equation.serial in self.place:
-                self.sender[output] = self.place[equation.serial]
+                self.made_at[output] = self.sender[output] = (
+                    self.place[equation.serial],
+                    self.made_at[first][1],
+                )
 
     def _keys(self, equation: Equation) -> list[Hashable]:
         """For each output a value that equal outputs share.
 
-        Of control flow autodiff makes other equations, which give residuals too: only the part that
-        makes an output counts.
+        Of control flow autodiff makes other equations, which give residuals too and hold no remat
+        regions: only the part that makes an output counts.
         """
         eqn, numbers = equation.eqn, range(len(equation.outputs))
         if not jaxprs.sub_jaxprs(eqn.params):
@@ -89,7 +112,7 @@ class _Saved:
                 keys.append(("passed on", equation.serial, k))
             else:
                 inputs = [equation.inputs[position] for position in part[1]]
-                keys.append(self._key(part[0], inputs, equation.guards))
+                keys.append(self._key(without_remat(part[0]), inputs, equation.guards))
         return keys
 
     def _key(self, eqn: Any, inputs: Sequence[Operand], guards: Sequence[Guard]) -> Hashable:
@@ -106,11 +129,21 @@ class _Saved:
         return eqn.primitive, params, tuple(map(value, inputs)), around
 
 
-def use_saved(program: FlatProgram, place: Mapping[int, int]) -> FlatProgram:
-    """Returns `program` with recomputed values that cross submeshes replaced by the saved ones.
+def _apart(one: _Spot, other: _Spot) -> bool:
+    """Whether what is made at one spot is sent to another; no stage fits all."""
+    stages = {one[1], other[1]} - {None}
+    return one[0] != other[0] or len(stages) > 1
+
+
+def use_saved(
+    program: FlatProgram, place: Mapping[int, int], match: Mapping[int, Match]
+) -> FlatProgram:
+    """Returns `program` with recomputed values that cross replaced by the saved ones.
 
     Args:
         program: The flat program.
         place: Submesh of each equation, by serial.
+        match: Match of each seed, by serial.
     """
-    return replace(program, steps=_Saved(place).steps(program.steps))
+    stage = {serial: found.stage for serial, found in match.items()}
+    return replace(program, steps=_Saved(place, stage).steps(program.steps))

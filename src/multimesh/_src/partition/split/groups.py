@@ -2,7 +2,8 @@
 
 A seed's group is (task name, transposes, submesh) (R4). Any other equation joins, on its
 submesh and in its phase, the group of its operand that is made last, else that of its users' groups
-that ends first, else the group `main`. Outside loops, what runs after the backward pass (clip,
+that ends first, else the group `main`; never a group of a given stage that it comes after. Outside
+loops, what runs after the backward pass (clip,
 optimizer, metrics) is further told apart by how many hops between submeshes still lie ahead of it:
 a total that other submeshes wait for never shares a task with the update that needs it.
 """
@@ -55,6 +56,7 @@ def group_equations(
                 grouper.seed(position, step, match)
             else:
                 grouper.join_operand(position)
+        grouper.note_stage(position)
     grouper.join_others()
     return grouper.groups
 
@@ -95,6 +97,7 @@ class _Grouper:
     backward_name: Callable[[str], str]
     groups: dict[int, Group] = field(default_factory=dict[int, Group])
     ends: dict[tuple[str, int, int], int] = field(default_factory=dict)  # the last seeds
+    stages: dict[int, int] = field(default_factory=dict)  # the last given stage up to a step
 
     def seed(self, position: int, step: Equation, match: Match) -> None:
         """Gives a seed the group of its match."""
@@ -109,6 +112,20 @@ class _Grouper:
             pairs=match.pairs,
         )
         self.ends[_key(self.groups[position])] = position
+
+    def note_stage(self, position: int) -> None:
+        """Notes the last given stage, in the order of its phase, that a step needs or is in."""
+        group = self.groups.get(position)
+        own = () if group is None or group.stage is None else (group.stage,)
+        stages = (*own, *self._stages_before(position))
+        if stages:
+            self.stages[position] = min(stages) if self.backward[position] else max(stages)
+
+    def _stages_before(self, position: int) -> tuple[int, ...]:
+        """The last given stages up to the operands of the same phase."""
+        phase = self.backward[position]
+        operands = (o for o in self.region.operands[position] if self.backward[o] == phase)
+        return tuple(self.stages[o] for o in operands if o in self.stages)
 
     def join_operand(self, position: int) -> bool:
         """Puts an equation in the group of its operand that is made last, if there is one."""
@@ -164,7 +181,12 @@ class _Grouper:
 
     def _fits(self, group: Group, position: int) -> bool:
         same_phase = group.backward == self.backward[position]
-        return same_phase and group.submesh == self._place(position)
+        if not same_phase or group.submesh != self._place(position):
+            return False
+        before = () if group.stage is None else self._stages_before(position)
+        if not before:
+            return True
+        return min(before) >= group.stage if group.backward else max(before) <= group.stage
 
     def _place(self, position: int) -> int:
         return _place_of(self.region, position, self.place)
