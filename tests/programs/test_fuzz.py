@@ -80,6 +80,7 @@ def stages(*layers: tuple[tuple[str, ...], int], **last: Any) -> tuple[Layer, ..
     return (*made[:-1], replace(made[-1], **last))
 
 
+MATMUL, TANH = ("matmul",), ("matmul", "tanh")
 LOOPED = {"unlike": None, "num_microbatches": 2, "schedule": "", "chunks": 2}
 TWICE = [(("bias",), 0), (("bias",), 1), (("conditional",), 2)] * 2
 SKIPPING = stages(*TWICE, (("tanh",), 3), scoped=False, checkpoint=True, skip=0)
@@ -98,6 +99,49 @@ SKIPPING = stages(*TWICE, (("tanh",), 3), scoped=False, checkpoint=True, skip=0)
         # Code in no scope, read by two stages of one submesh, ran with the later one.
         Spec(SKIPPING, sliced=(4, 1, 1), **LOOPED),
         Spec(SKIPPING, sliced=(4, 1, 1), checkpoint=True, gated=0, **LOOPED),
+        # The choice between branches joined a stage that it comes after.
+        Spec(
+            (Layer(MATMUL, stage=0), *stages((MATMUL, 0), (MATMUL, 1), (MATMUL, 0))),
+            sliced=(2, 1, 1),
+            gated=1,
+            **LOOPED,
+        ),
+        # A gradient that a remat region hands on came from the half that runs later.
+        Spec(
+            (
+                *stages((MATMUL, 0), (MATMUL, 1)),
+                Layer(("bias",), submesh=1, stage=2, checkpoint=True),
+                Layer(MATMUL, stage=3),
+            ),
+            sliced=(2, 1, 1),
+            **(LOOPED | {"num_microbatches": 6, "schedule": "zb-v", "placement": "v"}),
+        ),
+        # Two stages on one submesh, one recomputed what the other needs.
+        Spec(
+            stages((MATMUL, 0), (TANH, 1), (TANH, 1), (TANH, 0)),
+            sliced=(2, 1, 1),
+            checkpoint=True,
+            **(LOOPED | {"placement": "v"}),
+        ),
+        # The first stage waited for a predicate from the last one.
+        Spec(
+            (Layer(MATMUL, stage=0), *stages((MATMUL, 0), (MATMUL, 1))),
+            sliced=(2, 1, 1),
+            unlike=None,
+            num_microbatches=8,
+            gated=1,
+        ),
+        # A remat region inside of a conditional was opened in what autodiff makes of it.
+        Spec(
+            (
+                Layer(("stop", "mlp"), stage=0, checkpoint=True),
+                *stages((MATMUL, 0), (("mlp", "stop"), 1), (("scanned",), 0)),
+            ),
+            sliced=(2, 1, 1),
+            checkpoint=True,
+            gated=0,
+            **LOOPED,
+        ),
     ],
 )
 def test_programs_that_failed_once(spec: Spec) -> None:

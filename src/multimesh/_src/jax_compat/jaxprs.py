@@ -248,21 +248,37 @@ def with_eqns(jaxpr: Any, eqns: Sequence[JaxprEqn], outvars: Sequence[Atom] | No
     return ClosedJaxpr(jaxpr.jaxpr.replace(**parts), jaxpr.consts)
 
 
-def for_one_output(eqn: JaxprEqn, index: int) -> tuple[JaxprEqn, list[int]] | None:
-    """Returns the part of an equation that makes one of its outputs, by JAX's own rules.
+class Part(NamedTuple):
+    """The part of an equation that makes some of its outputs.
 
-    With it comes the position that each of its operands has among those of `eqn`. None where the
-    output is an operand passed through.
+    `operands` and `outputs` are the positions that those of `eqn` have among those of the whole.
+    """
+
+    eqn: JaxprEqn
+    operands: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+
+def part_for(eqn: JaxprEqn, wanted: Sequence[int]) -> Part | None:
+    """Returns the part of an equation that makes the outputs at `wanted`, by JAX's own rules.
+
+    None where all of them are operands passed through.
     """
     invars = [new_var(atom.aval) for atom in eqn.invars]
     outvars = [new_var(var.aval) for var in eqn.outvars]
     renamed = replace_eqn(eqn, invars=invars, outvars=outvars)
-    whole = new_jaxpr(invars, [outvars[index]], [renamed])
-    part, _ = partial_eval.dce_jaxpr(whole, [True], instantiate=True)
+    whole = new_jaxpr(invars, [outvars[position] for position in wanted], [renamed])
+    part, _ = partial_eval.dce_jaxpr(whole, [True] * len(wanted), instantiate=True)
     if not part.eqns:
         return None
-    position: dict[Any, int] = {var: i for i, var in enumerate(invars)}
-    return part.eqns[0], [position[var] for var in part.eqns[0].invars]
+    found = part.eqns[0]
+    operand: dict[Any, int] = {var: i for i, var in enumerate(invars)}
+    output: dict[Any, int] = {var: i for i, var in enumerate(outvars)}
+    return Part(
+        found,
+        tuple(operand[var] for var in found.invars),
+        tuple(output.get(var, -1) for var in found.outvars),
+    )
 
 
 def fresh_eqns(eqns: Sequence[JaxprEqn], env: dict[Any, Atom]) -> list[JaxprEqn]:

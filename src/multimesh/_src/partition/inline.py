@@ -19,6 +19,7 @@ several submeshes becomes a loop that carries its own condition:
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -66,6 +67,10 @@ def inline(traced: TracedFunction, seeds: Seeds) -> FlatProgram:
     operands = [*map(builder.constant, consts), *arguments]
     variables = [*jaxpr.constvars, *jaxpr.invars] if jaxpr.constvars else jaxpr.invars
     results = builder.inline(jaxpr.eqns, jaxpr.outvars, variables, operands, traced.ambient)
+    for position, var in enumerate(jaxpr.outvars):
+        if builder.aval(results[position]).weak_type != var.aval.weak_type:
+            convert = partial(lax.convert_element_type, new_dtype=var.aval.dtype)
+            (results[position],) = builder.emit(convert, [results[position]], traced.ambient)
     return FlatProgram(
         name=traced.name,
         avals=builder.avals,
@@ -141,6 +146,8 @@ class Builder:
             results = opens(eqn, inputs, scope)
             self._callers = outside
             return results
+        if not self._emits and _is_only_weaker(eqn):
+            return inputs  # else a sum that starts at `0.` would not be seen as one
         outputs = tuple(self.new(var.aval) for var in eqn.outvars)
         self.steps.append(
             Equation(
@@ -359,6 +366,14 @@ class Builder:
 
     def _empty_stack(self, aval: Any, scope: Scope) -> Operand:
         return self.emit(lambda: empty(aval.shape, aval.dtype), [], scope)[0]
+
+
+def _is_only_weaker(eqn: Any) -> bool:
+    """Whether an equation changes nothing but whether Python may widen a type."""
+    if eqn.primitive.name != "convert_element_type" or jaxprs.is_literal(eqn.invars[0]):
+        return False
+    (old,), (new,) = eqn.invars, eqn.outvars
+    return old.aval.strip_weak_type() == new.aval.strip_weak_type()
 
 
 def empty(shape: tuple[int, ...], dtype: Any) -> jax.Array:

@@ -49,7 +49,7 @@ from multimesh._src.partition.order import (
     wanted_schedule,
 )
 from multimesh._src.partition.pipelines import find_pipelines
-from multimesh._src.partition.prune import prune
+from multimesh._src.partition.prune import prune, trim
 from multimesh._src.partition.residuals import residual_memory
 from multimesh._src.partition.results import argument_infos, result_places
 from multimesh._src.partition.seeds import Seeds, backward_names, find_seeds
@@ -151,7 +151,7 @@ def _flatten(driver: _Driver) -> Stacks:
     # While the batch is still cut by one visible reshape, take it as the form to store.
     flat, batches = store_microbatch_major(flat)
     # What nobody reads must not get a vote on placement.
-    flat = prune(flat)
+    flat = prune(trim(flat))
     # Counters and invariants leave the loops before placement, or they would tie stages together.
     hoist = driver.traced.settings.hoist_loop_invariants
     flat = simplify_loops(flat, driver.seeds, hoist=hoist)

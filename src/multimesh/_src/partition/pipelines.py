@@ -68,24 +68,30 @@ def _pipeline_of(
     given: Mapping[int, int | None],
     submeshes: Sequence[Submesh],
 ) -> Pipeline | None:
-    pipeline = find_stages(tasks, given, submeshes)
     writers_of: dict[Var, list[TaskNode]] = {}
     readers_of: dict[Var, list[TaskNode]] = {}
-    for task in pipeline.tasks:
+    for task in tasks:
         for var in task.outputs:
             writers_of.setdefault(var, []).append(task)
         for var in task.inputs:
             readers_of.setdefault(var, []).append(task)
-    ordered: list[tuple[int, int]] = []
+    states: list[tuple[list[TaskNode], list[TaskNode]]] = []
     for carry in loop.carries:
         writers = [] if isinstance(carry.next, Lit) else writers_of.get(carry.next, [])
         readers = readers_of.get(carry.inside, [])
         # an accumulation over several tasks has to end before the next may begin
         if kinds[carry.inside] == "last" or (kinds[carry.inside] != "state" and readers == writers):
             continue
-        stages = {task.stage for task in (*writers, *readers)}
-        forward = all(task.kind == "F" and task.stage >= 0 for task in (*writers, *readers))
-        if len(writers) != 1 or len(stages) != 1 or not forward:
+        if len(writers) != 1 or any(task.kind != "F" for task in (*writers, *readers)):
+            return None
+        states.append((writers, readers))
+    # Only now: the stages of a loop that is none of microbatches may well form a cycle.
+    pipeline = find_stages(tasks, given, submeshes)
+    stage_of = {task.index: task.stage for task in pipeline.tasks}
+    ordered: list[tuple[int, int]] = []
+    for writers, readers in states:
+        stages = {stage_of[task.index] for task in (*writers, *readers)}
+        if len(stages) != 1 or stages == {-1}:
             return None
         ordered += [(writers[0].index, reader.index) for reader in readers]
     if not ordered:

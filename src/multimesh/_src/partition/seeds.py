@@ -35,7 +35,7 @@ class Seeds:
     matcher: Matcher
     submeshes: list[Submesh] = field(default_factory=list)
     _numbers: dict[Any, int] = field(default_factory=dict)
-    _inside: dict[tuple[int, Scope, bool], tuple[Match, ...]] = field(default_factory=dict)
+    _inside: dict[tuple[int, Scope, int | None], tuple[Match, ...]] = field(default_factory=dict)
     _layers: dict[tuple[int, Scope], bool] = field(default_factory=dict)
     _meshes: dict[int, tuple[Mesh, ...]] = field(default_factory=dict)
     _called_for: dict[tuple[int, Scope, bool], tuple[int, ...]] = field(default_factory=dict)
@@ -54,13 +54,13 @@ class Seeds:
         """The index of the submesh that a match names."""
         return self.number(match.mesh, match.label)
 
-    def rotating(self, scope: Scope, length: int) -> int:
+    def rotating(self, equation: Equation, length: int) -> int:
         """The index of the submesh of a task whose place depends on the iteration of its loop.
 
         Raises:
             MatchError: The submeshes of two iterations differ in their axes.
         """
-        matches = [self.of_scope(scope, iteration) for iteration in range(length)]
+        matches = [self.of_equation(equation, iteration) for iteration in range(length)]
         found = [match for match in matches if match is not None]
         for match in found:
             if match.mesh.shape != found[0].mesh.shape:
@@ -108,24 +108,24 @@ class Seeds:
             )
         return self._layers[key]
 
-    def of_equation(self, equation: Equation, *, in_loop: bool = False) -> Match | None:
-        """The match of an equation: of its scope, else of what is inside it.
-
-        In a loop it is that of the first iteration where the place depends on the iteration.
-        """
+    def of_equation(self, equation: Equation, iteration: int | None = None) -> Match | None:
+        """The match of an equation: of its scope in an iteration of its loop, or of its inside."""
         if equation.primitive == "add_any":
             return None  # autodiff gives it the scope of one of its users
-        own = self.of_scope(equation.scope, 0 if in_loop else None)
+        own = self.of_scope(equation.scope, iteration)
         if own is not None:
             return own
-        return next(iter(self.inside(equation.eqn, equation.scope, in_loop=in_loop)), None)
+        return next(iter(self.inside(equation.eqn, equation.scope, iteration)), None)
 
-    def inside(self, eqn: Any, scope: Scope, *, in_loop: bool = False) -> tuple[Match, ...]:
-        """The distinct matches inside the jaxprs of `eqn`, in program order."""
-        key = (id(eqn), scope, in_loop)
+    def inside(self, eqn: Any, scope: Scope, iteration: int | None = None) -> tuple[Match, ...]:
+        """The distinct matches inside the jaxprs of `eqn`, in program order.
+
+        Of a loop inside they are those of its first iteration.
+        """
+        key = (id(eqn), scope, iteration)
         if key not in self._inside:
             self._alive.append(eqn)  # keeps the id from being used again
-            self._inside[key] = tuple(dict.fromkeys(self._walk(eqn, scope, in_loop)))
+            self._inside[key] = tuple(dict.fromkeys(self._walk(eqn, scope, iteration)))
         return self._inside[key]
 
     def num_submeshes_inside(self, eqn: Any, scope: Scope) -> int:
@@ -172,26 +172,23 @@ class Seeds:
                 joined = scope.join(scope_of_equation(inner))
                 yield from self.called_for(inner, joined, in_loop=in_loop)
 
-    def _walk(self, eqn: Any, scope: Scope, in_loop: bool) -> Iterator[Match]:
+    def _walk(self, eqn: Any, scope: Scope, iteration: int | None) -> Iterator[Match]:
         if self.has_layers(eqn, scope):
-            for iteration in range(eqn.params["length"]):
-                yield from self._walk_jaxprs(eqn, in_iteration(scope, id(eqn), iteration), in_loop)
+            for layer in range(eqn.params["length"]):
+                yield from self._walk_jaxprs(eqn, in_iteration(scope, id(eqn), layer), iteration)
         else:
-            in_loop = in_loop or eqn.primitive.name == "scan"
-            yield from self._walk_jaxprs(eqn, scope, in_loop)
+            iteration = 0 if eqn.primitive.name == "scan" else iteration
+            yield from self._walk_jaxprs(eqn, scope, iteration)
 
-    def _walk_jaxprs(self, eqn: Any, scope: Scope, in_loop: bool) -> Iterator[Match]:
+    def _walk_jaxprs(self, eqn: Any, scope: Scope, iteration: int | None) -> Iterator[Match]:
         for jaxpr in jaxprs.sub_jaxprs(eqn.params):
             for inner in jaxprs.open_jaxpr(jaxpr).eqns:
                 joined = scope.join(scope_of_equation(inner))
-                match = (
-                    None
-                    if inner.primitive.name == "add_any"
-                    else self.of_scope(joined, 0 if in_loop else None)
-                )
+                is_sum = inner.primitive.name == "add_any"
+                match = None if is_sum else self.of_scope(joined, iteration)
                 if match is not None:
                     yield match
-                yield from self.inside(inner, joined, in_loop=in_loop)
+                yield from self.inside(inner, joined, iteration)
 
 
 def _placed_on(eqn: Any) -> Mesh | None:
@@ -218,12 +215,12 @@ def find_seeds(flat: FlatProgram, seeds: Seeds) -> tuple[dict[int, Match], dict[
     match: dict[int, Match] = {}
     seeded: dict[int, int] = {}
     for equation, length in _with_lengths(flat.steps, 0):
-        found = seeds.of_equation(equation, in_loop=length > 0)
+        found = seeds.of_equation(equation, 0 if length else None)
         if found is not None:
             match[equation.serial] = found
             rotates = found.task.loop_dependent_mesh_slice is not None
             seeded[equation.serial] = (
-                seeds.rotating(equation.scope, length) if rotates else seeds.submesh_of(found)
+                seeds.rotating(equation, length) if rotates else seeds.submesh_of(found)
             )
         mesh = _placed_on(equation.eqn)
         if mesh is not None:

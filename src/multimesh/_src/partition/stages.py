@@ -74,13 +74,18 @@ def find_stages(
     placed = {stage_of[task.index]: task.submesh for task in tasks if task.index in stage_of}
     ranks = tuple(dict.fromkeys(placed[stage] for stage in sorted(placed)))
     placement = tuple(ranks.index(placed[stage]) for stage in sorted(placed))
-    node_of = _nodes(tasks, needs, stage_of, ranks, submeshes, forward)
+    node_of, others = _nodes(tasks, needs, stage_of, ranks, submeshes, forward)
+    of_ranks = {submeshes[rank].label for rank in ranks}
+    apart = [submeshes[other].label for other in others]
     graph = StageGraph(
         placement=placement,
         nodes=tuple(dict.fromkeys(node_of[task.index] for task in tasks)),
         edges=_edges(tasks, needs, node_of, ordered_carries),
         num_ranks=len(ranks),
-        labels=tuple(submeshes[rank].label for rank in ranks),
+        labels=(
+            *(submeshes[rank].label for rank in ranks),
+            *(f"{label}, apart" if label in of_ranks else label for label in apart),
+        ),
     )
     named = tuple(replace(task, stage=stage_of.get(task.index, -1)) for task in tasks)
     return Pipeline(named, ranks, node_of, graph)
@@ -120,20 +125,31 @@ def _forward_stages(
         known = stages.get(stage_of.get(task.index, -1))
         node_of[task.index] = quotient.add() if known is None else known
     _connect(tasks, needs, node_of, stage_of, quotient)
-    for task in tasks:
-        if task.kind != forward or task.submesh not in ranked or task.index in stage_of:
-            continue
-        node = node_of[task.index]
-        there = of_submesh.setdefault(task.submesh, [])
-        fits = (s for s in reversed(there) if quotient.may_merge(stages[s], node))
-        stage = next(fits, None)
-        if stage is None:
+
+    def join(task: TaskNode) -> bool:
+        """Puts a task in the last stage of its submesh that keeps the graph acyclic, if any."""
+        for stage in reversed(of_submesh.get(task.submesh, ())):
+            if quotient.may_merge(stages[stage], node_of[task.index]):
+                quotient.merge(stages[stage], node_of[task.index])
+                stage_of[task.index] = stage
+                return True
+        return False
+
+    free = [
+        task
+        for task in tasks
+        if task.kind == forward and task.submesh in ranked and task.index not in stage_of
+    ]
+    while free:
+        # One whose way to a stage leads through another can join when that one has.
+        left = [task for task in free if not join(task)]
+        if len(left) == len(free):
             stage = max(stages, default=-1) + 1
-            stages[stage] = node
-            there.append(stage)
-        else:
-            quotient.merge(stages[stage], node)
-        stage_of[task.index] = stage
+            stages[stage] = node_of[left[0].index]
+            stage_of[left[0].index] = stage
+            of_submesh.setdefault(left[0].submesh, []).append(stage)
+            left = left[1:]
+        free = left
     return stage_of
 
 
@@ -303,8 +319,11 @@ def _nodes(
     ranks: tuple[int, ...],
     submeshes: Sequence[Submesh],
     forward: Kind,
-) -> dict[int, Node]:
-    """The schedule node of each task; one that would close a cycle in its action stands alone."""
+) -> tuple[dict[int, Node], tuple[int, ...]]:
+    """The schedule node of each task, and the submeshes of the rows that are no ranks.
+
+    A task that would close a cycle in its action stands alone.
+    """
     quotient = Quotient()
     numbers: dict[Node, int] = {}
     node_of: dict[int, Node] = {}
@@ -327,7 +346,7 @@ def _nodes(
         node_of[task.index] = node
         for source in sources:
             quotient.connect(source, numbers[node])
-    return node_of
+    return node_of, tuple(rows)
 
 
 def _overlapping(

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 MAX_DRAWN_MICROBATCHES = 64
 """Longer loops are summarised, not drawn."""
 
+_MAX_LOOPS = 3  # that the summary lists
+
 MAX_SHARES = 8
 """Most submeshes whose share of the work the summary lists."""
 
@@ -86,13 +88,22 @@ def summary(
         ("one call", _call(report)),
         ("work", _work(report)),
         ("state", _state(report)),
-        *((_loop_label(loop), _loop_fact(loop)) for loop in report.loops[:2]),
+        *_loops(report.loops),
         ("worth a look", _topics(findings)),
     ]
     lines = indented(f"{report.name}: {_counts(report)}.", width, 0)
     for label, text in facts:
         lines += indented(text, width, 16, f"  {label:<14}")
     return tuple(lines)
+
+
+def _loops(loops: Sequence["LoopReport"]) -> Iterator[tuple[str, str]]:
+    """The pipelines before other loops, as many as a headline takes."""
+    ordered = sorted(loops, key=lambda loop: loop.simulation is None)
+    for loop in ordered[:_MAX_LOOPS]:
+        yield _loop_label(loop), _loop_fact(loop)
+    if len(loops) > _MAX_LOOPS:
+        yield "", f"and {len(loops) - _MAX_LOOPS} more loops, below"
 
 
 def _counts(report: "ProgramReport") -> str:

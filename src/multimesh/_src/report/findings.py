@@ -96,6 +96,14 @@ def _loops(report: "ProgramReport", lines: LineNames) -> Iterator[Finding]:
                 "in the next."
             )
             yield Finding("sequential", text)
+        elif loop.simulation is None and loop.is_microbatch and loop.holds_loops:
+            text = (
+                f"the {loop.length} microbatches of {_listed(tuple(dict.fromkeys(loop.tasks)))} "
+                "are run turn by turn, without a schedule: a loop over several submeshes stands "
+                "inside."
+            )
+            ways = ("write the inner loop as a Python `for`, or keep it on one submesh.",)
+            yield Finding("sequential", text, ways)
 
 
 def _whole_backward(loop: "LoopReport", lines: LineNames) -> Finding:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from multimesh._src.frontend.markers import microbatch_marker
 from multimesh._src.frontend.tracing import TracedFunction
 from multimesh._src.ir.constraint import UNCONSTRAINED, constraint_p
 from multimesh._src.ir.flat import Lit
@@ -162,8 +163,9 @@ def _residuals(partitioned: Partitioned) -> dict[str, tuple[int, int]]:
     found: dict[str, tuple[int, int]] = {}
     for simulation in partitioned.schedules.values():
         peaks = simulation.peaks
-        columns = zip(simulation.graph.labels, peaks.until_w, peaks.num_bytes, strict=True)
-        for label, sets, size in columns:
+        columns = zip(peaks.until_w, peaks.num_bytes, strict=True)
+        for rank, (sets, size) in enumerate(columns):
+            label = simulation.graph.label(rank)
             found[label] = max(found.get(label, (0, 0)), (sets, int(size)), key=lambda x: x[::-1])
     return found
 
@@ -236,6 +238,8 @@ def _loop(loop: LoopNode, partitioned: Partitioned, labels: Mapping[int, str]) -
         simulation=simulation,
         whole=tuple(dict.fromkeys(whole)),
         carried=None if simulation is not None else _carried(loop, tasks, partitioned, labels),
+        is_microbatch=microbatch_marker(loop.marker) is not None,
+        holds_loops=any(isinstance(step, LoopNode) for step in loop.tasks),
     )
 
 

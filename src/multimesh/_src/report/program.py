@@ -106,7 +106,8 @@ class LoopReport:
 
     The `length` of a `while` is 0: nobody knows it. `carried` says of a sequential loop what an
     iteration needs of the one before, if that is known: type, the task that makes it and the task
-    that reads it.
+    that reads it. `is_microbatch` says that `microbatch` made the loop, `holds_loops` that loops
+    stand in it.
     """
 
     length: int
@@ -114,6 +115,8 @@ class LoopReport:
     simulation: Simulation | None
     whole: tuple[WholeBackward, ...]
     carried: tuple[str, str, str] | None
+    is_microbatch: bool
+    holds_loops: bool
 
 
 @dataclass(frozen=True, slots=True, repr=False)

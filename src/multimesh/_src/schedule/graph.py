@@ -74,7 +74,7 @@ class StageGraph:
         nodes: All nodes, each once.
         edges: What needs what; acyclic within a microbatch.
         num_ranks: The number of ranks.
-        labels: How errors and reports call the rows; `rank 0`, ... by default.
+        labels: How errors and reports call the rows; `rank 0`, ..., `row 2`, ... by default.
         overlaps: Pairs of rows whose submeshes share devices (besides `OutsideTask.occupies`).
     """
 

@@ -50,18 +50,36 @@ def settle_glue(
     for loop, steps in regions_of(program.steps):
         reader = RegionReader(program.avals, flow, seeded, arguments, wanted, additions)
         region = reader.read(loop, steps)
+        before = dict(found)
         for group in _groups(region, found):
             _settle(region, group, found)
-        _follow_terms(accumulations, reader.made_by, found)
+        _follow_operands(region, before, found)
+        _follow_terms(accumulations, reader.made_by, flow, found)
     return found
 
 
+def _follow_operands(region: Region, before: Mapping[int, int], place: dict[int, int]) -> None:
+    """Numbers made of what has moved move with it."""
+    makes_arrays = {value.maker for value in region.values if not value.is_scalar}
+    moved = {serial for serial in before if place[serial] != before[serial]}
+    for serial, operands in region.order if moved else ():
+        there = {place[operand] for operand in operands}
+        follows = serial in region.free and serial not in makes_arrays
+        if follows and len(there) == 1 and not moved.isdisjoint(operands):
+            (place[serial],) = there
+            moved.add(serial)
+
+
 def _follow_terms(
-    accumulations: Sequence[Accumulation], made_by: Mapping[Var, int], place: dict[int, int]
+    accumulations: Sequence[Accumulation],
+    made_by: Mapping[Var, int],
+    flow: Flow,
+    place: dict[int, int],
 ) -> None:
     """Additions to an accumulator follow their terms."""
     for accumulation in accumulations:
-        there = [place[made_by[term]] for term in accumulation.terms if term in made_by]
+        sources = (source for term in accumulation.terms for source in flow.sources(term))
+        there = [place[made_by[source]] for source in sources if source in made_by]
         for serial in accumulation.additions:
             if there and place[serial] not in there:
                 place[serial] = there[-1]

@@ -107,12 +107,12 @@ class _Saved:
             return [(whole, k) for k in numbers]
         keys: list[Hashable] = []
         for k in numbers:
-            part = jaxprs.for_one_output(eqn, k)
+            part = jaxprs.part_for(eqn, [k])
             if part is None:
                 keys.append(("passed on", equation.serial, k))
             else:
-                inputs = [equation.inputs[position] for position in part[1]]
-                keys.append(self._key(without_remat(part[0]), inputs, equation.guards))
+                inputs = [equation.inputs[position] for position in part.operands]
+                keys.append(self._key(without_remat(part.eqn), inputs, equation.guards))
         return keys
 
     def _key(self, eqn: Any, inputs: Sequence[Operand], guards: Sequence[Guard]) -> Hashable:

@@ -2,8 +2,8 @@
 
 A seed's group is (task name, transposes, submesh) (R4). Any other equation joins, on its
 submesh and in its phase, the group of its operand that is made last, else that of its users' groups
-that ends first, else the group `main`; never a group of a given stage that it comes after. Outside
-loops, what runs after the backward pass (clip,
+that ends first, else the group `main`; in the forward pass never a group of a given stage that it
+comes after. Outside loops, what runs after the backward pass (clip,
 optimizer, metrics) is further told apart by how many hops between submeshes still lie ahead of it:
 a total that other submeshes wait for never shares a task with the update that needs it.
 """
@@ -114,18 +114,16 @@ class _Grouper:
         self.ends[_key(self.groups[position])] = position
 
     def note_stage(self, position: int) -> None:
-        """Notes the last given stage, in the order of its phase, that a step needs or is in."""
+        """Notes the last given stage that a step of the forward pass needs or is in."""
         group = self.groups.get(position)
         own = () if group is None or group.stage is None else (group.stage,)
         stages = (*own, *self._stages_before(position))
-        if stages:
-            self.stages[position] = min(stages) if self.backward[position] else max(stages)
+        if stages and not self.backward[position]:
+            self.stages[position] = max(stages)
 
     def _stages_before(self, position: int) -> tuple[int, ...]:
-        """The last given stages up to the operands of the same phase."""
-        phase = self.backward[position]
-        operands = (o for o in self.region.operands[position] if self.backward[o] == phase)
-        return tuple(self.stages[o] for o in operands if o in self.stages)
+        operands = self.region.operands[position]
+        return tuple(self.stages[operand] for operand in operands if operand in self.stages)
 
     def join_operand(self, position: int) -> bool:
         """Puts an equation in the group of its operand that is made last, if there is one."""
@@ -183,10 +181,9 @@ class _Grouper:
         same_phase = group.backward == self.backward[position]
         if not same_phase or group.submesh != self._place(position):
             return False
-        before = () if group.stage is None else self._stages_before(position)
-        if not before:
+        if group.stage is None or group.backward:
             return True
-        return min(before) >= group.stage if group.backward else max(before) <= group.stage
+        return max(self._stages_before(position), default=group.stage) <= group.stage
 
     def _place(self, position: int) -> int:
         return _place_of(self.region, position, self.place)
