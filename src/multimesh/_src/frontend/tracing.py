@@ -306,7 +306,8 @@ def _results(
         for want, sibling in zip(wanted, beside, strict=True)
     ]
     return tuple(
-        Result(name, without_mesh(aval), sharding, None if want.is_given else successor)
+        # a layout alone leaves the place to what the result succeeds
+        Result(name, without_mesh(aval), sharding, None if want.placement else successor)
         for name, aval, sharding, want, successor in zip(
             plain.out_names, out_avals, shardings, wanted, succeeded, strict=True
         )
