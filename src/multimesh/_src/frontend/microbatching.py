@@ -190,7 +190,11 @@ def _run(fun: Callable[..., Any], options: _Options, args: Any, kwargs: Any) -> 
         first = jax.eval_shape(lambda batch: jax.tree.map(lambda x: x[0], batch), (xs, index))
         body, shapes = jax.make_jaxpr(on_slice, return_shape=True)(*first)
         plan = reductions.plan_reduction(
-            shapes, options.reduce, options.accum_dtype, _concat_dim(batch.dims)
+            shapes,
+            jaxprs.zero_results(body),
+            options.reduce,
+            options.accum_dtype,
+            _concat_dim(batch.dims),
         )
 
         def step(carry: Any, x: Any) -> Any:

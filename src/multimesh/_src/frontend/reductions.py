@@ -61,7 +61,8 @@ class _Leaf:
     """The reduction of one result.
 
     `value` is the type of one microbatch's value, `result` that of the result before "stack" and
-    "concat" join the microbatches, `dtype` that of the accumulator.
+    "concat" join the microbatches, `dtype` that of the accumulator. A sum of values that are `zero`
+    has none: it would be state of the loop, and lie where the loop runs.
     """
 
     name: str
@@ -69,10 +70,15 @@ class _Leaf:
     value: jax.ShapeDtypeStruct
     result: jax.ShapeDtypeStruct
     dtype: Any
+    zero: bool
 
     @property
     def is_carried(self) -> bool:
-        return self.kind in ("sum", "mean", "max")
+        return self.kind in ("sum", "mean", "max") and not self.zero
+
+    @property
+    def is_stacked(self) -> bool:
+        return self.kind in ("stack", "concat")
 
     def initial(self) -> Any:
         start = _lowest(self.dtype) if self.kind == "max" else 0
@@ -117,27 +123,30 @@ class ReductionPlan:
         added = tuple(
             leaf.accumulate(acc, value) for acc, (leaf, value) in zip(carry, carried, strict=True)
         )
-        return added, tuple(value for leaf, value in pairs if not leaf.is_carried)
+        return added, tuple(value for leaf, value in pairs if leaf.is_stacked)
 
     def finish(self, carry: Sequence[Any], stacked: Sequence[Any], num_microbatches: int) -> Any:
         """Returns the pytree of results after the last microbatch."""
         carries, stacks = iter(carry), iter(stacked)
         results = [
-            leaf.finish_carried(next(carries), num_microbatches)
-            if leaf.is_carried
-            else leaf.finish_stacked(next(stacks), self.concat_dim)
+            leaf.finish_stacked(next(stacks), self.concat_dim)
+            if leaf.is_stacked
+            else leaf.finish_carried(
+                next(carries) if leaf.is_carried else leaf.initial(), num_microbatches
+            )
             for leaf in self.leaves
         ]
         return jax.tree.unflatten(self.treedef, results)
 
 
 def plan_reduction(
-    shapes: Any, reduce: Any, accum_dtype: Any, concat_dim: int | None
+    shapes: Any, zeros: Sequence[bool], reduce: Any, accum_dtype: Any, concat_dim: int | None
 ) -> ReductionPlan:
     """Says how each result is reduced.
 
     Args:
         shapes: Pytree of the shapes and dtypes of one microbatch's results.
+        zeros: Per result, whether it is zero whatever the microbatch.
         reduce: A reduction or a pytree prefix of reductions.
         accum_dtype: Dtype of the accumulators of floating results; None: that of the result.
         concat_dim: The dim along which "concat" joins; None: the batch has no single cut dim.
@@ -156,14 +165,15 @@ def plan_reduction(
         ) from error
     paths, treedef = jax.tree_util.tree_flatten_with_path(shapes)
     leaves = []
-    for (path, value), kind in zip(paths, kinds, strict=True):
+    for (path, value), kind, is_zero in zip(paths, kinds, zeros, strict=True):
         result, dtype = value, value.dtype
         if kind in ("sum", "mean") and dtype == jnp.bool_:
             dtype = jnp.dtype(jnp.int32)  # counts, as in `jnp.sum`
             result = jax.ShapeDtypeStruct(value.shape, dtype)
         elif kind in ("sum", "mean") and jnp.issubdtype(dtype, jnp.floating):
             dtype = accum_dtype or dtype
-        leaf = _Leaf("result" + jax.tree_util.keystr(path), kind, value, result, dtype)
+        zero = is_zero and kind in ("sum", "mean")
+        leaf = _Leaf("result" + jax.tree_util.keystr(path), kind, value, result, dtype, zero)
         _check_leaf(leaf, concat_dim)
         leaves.append(leaf)
     return ReductionPlan(tuple(leaves), treedef, concat_dim)
@@ -176,7 +186,7 @@ def _check_leaf(leaf: _Leaf, concat_dim: int | None) -> None:
         problem = "the arrays of the batch are cut along different dims"
     elif leaf.kind == "concat" and concat_dim is not None and concat_dim >= len(result.shape):
         problem = f"it has no dim `{concat_dim}`, along which the batch is cut"
-    elif leaf.is_carried and not (
+    elif not leaf.is_stacked and not (
         jnp.issubdtype(result.dtype, jnp.number) or result.dtype == jnp.bool_
     ):
         problem = "its elements are no numbers"

@@ -62,6 +62,14 @@ constraint_p: Any = primitives.identity_primitive(
 )
 
 
+def is_layout(eqn: JaxprEqn) -> bool:
+    """Whether an equation says how a value is laid out and nothing else: no place, no memory."""
+    params = eqn.params
+    if eqn.primitive is not constraint_p or params["put"]:
+        return False
+    return params["mesh"] is None and params["memory_kind"] is None
+
+
 def bind_constraint(
     x: Any,
     dims: Dims,

@@ -15,6 +15,7 @@ objects, and those are used), `jax._src.interpreters.partial_eval.make_jaxpr_eff
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
+import numpy as np
 from jax._src import core, effects
 from jax._src.interpreters import partial_eval
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
@@ -82,6 +83,26 @@ def independent_results(jaxpr: AnyJaxpr) -> list[bool]:
         if any(not is_literal(atom) and atom in dependent for atom in eqn.invars):
             dependent.update(eqn.outvars)
     return [is_literal(atom) or atom not in dependent for atom in inner.outvars]
+
+
+_KEEPS_ZEROS = frozenset(
+    ("broadcast_in_dim", "reshape", "transpose", "convert_element_type", "copy", "add_any", "neg")
+)
+
+
+def zero_results(jaxpr: AnyJaxpr) -> list[bool]:
+    """Returns for each result whether it is plainly zero, as gradients of what is not read are."""
+    zeros: set[Any] = set()
+
+    def is_zero(atom: Any) -> bool:
+        if is_literal(atom):
+            return np.ndim(atom.val) == 0 and not np.any(atom.val)
+        return atom in zeros
+
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name in _KEEPS_ZEROS and all(map(is_zero, eqn.invars)):
+            zeros.update(eqn.outvars)
+    return [is_zero(atom) for atom in open_jaxpr(jaxpr).outvars]
 
 
 class ScanParts(NamedTuple):

@@ -9,16 +9,18 @@ Counters and key chains are carried through every iteration although each stage 
 i-th value: left in the loop, the first stage's forward would need a value of a later stage. They
 become a small scan before the loop, cloned to every submesh that uses it. Equations that depend on
 loop constants alone move before the loop when their results are no larger than their operands;
-larger ones stay, and are cloned into each task that uses them instead of being saved.
+larger ones stay, and are cloned into each task that uses them instead of being saved. So is a
+sharding constraint on such a value, unless something that moves reads it.
 """
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeGuard
 
 from jax import lax
 
 from multimesh._src.ir import body as bodies
+from multimesh._src.ir.constraint import is_layout
 from multimesh._src.ir.flat import (
     Carry,
     Equation,
@@ -228,14 +230,37 @@ def _emit_counter_scan(
 
 def _hoist_invariants(loop: Loop, builder: Builder) -> Loop:
     varying = {loop.index, *(carry.inside for carry in loop.carries)}
-    kept: list[Step] = []
+    kept: dict[int, Step] = {}
+    layouts: dict[Var, Equation] = {}  # constraints on invariants: alone they are not worth a copy
     for step in loop.body:
-        if _is_hoistable(step, varying, builder):
-            builder.steps.append(step)
+        if _is_layout(step) and varying.isdisjoint(step.inputs):
+            layouts.update(dict.fromkeys(step.outputs, step))
+            kept[step.serial] = step
+        elif _is_hoistable(step, varying, builder):
+            _hoist(step, layouts, kept, builder)
         else:
-            kept.append(step)
+            kept[step.serial] = step
             varying.update(step.outputs)
-    return replace(loop, body=tuple(kept))
+    return replace(loop, body=tuple(kept.values()))
+
+
+def _hoist(
+    step: Step, layouts: dict[Var, Equation], kept: dict[int, Step], builder: Builder
+) -> None:
+    """Moves a step before the loop, and first the constraints that it reads."""
+    for var in step_inputs(step):
+        if not isinstance(var, Lit) and var in layouts:
+            constraint = layouts.pop(var)
+            del kept[constraint.serial]
+            _hoist(constraint, layouts, kept, builder)
+    builder.steps.append(step)
+
+
+def _is_layout(step: Step) -> TypeGuard[Equation]:
+    """Whether a step says how a value is laid out, and nothing of where."""
+    return (
+        isinstance(step, Equation) and is_layout(step.eqn) and not isinstance(step.inputs[0], Lit)
+    )
 
 
 def _is_hoistable(step: Step, varying: set[Var], builder: Builder) -> bool:

@@ -4,11 +4,12 @@
     y = task0(x, mask)  ;  z = task1(y, mask)       # each makes its own mask
     b = broadcast(s)         # light: moving `s` is never dearer than moving `b`
     x = batch[i]             # light: all slices together are the batch, which then moves once
+    w' = constraint w        # light in a loop: each task lays out the parameter as it needs it
 
 *Floating* equations read only literals, loop indices, small arguments and other floating
 equations, have no effect, and cost no more than the user's cut-off together with all they read.
-*Light* equations rearrange or repeat one operand, make one number of another, or cut from a value
-that is made outside the loop the slice of each iteration.
+*Light* equations rearrange or repeat one operand, make one number of another, or take from a value
+that is made outside the loop the slice of each iteration, or another layout.
 """
 
 from collections.abc import Mapping
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from multimesh._src.ir.constraint import constraint_p
+from multimesh._src.ir.constraint import constraint_p, is_layout
 from multimesh._src.ir.flat import Equation, FlatProgram, Lit, Loop, Step, Var
 from multimesh._src.jax_compat import jaxprs
 from multimesh._src.jax_compat.effects import calls_host
@@ -60,7 +61,7 @@ def find_cloned(
     floating: set[int] = set()
     _visit(program.steps, program.avals, costs, floating, light, max_cost)
     for step in program.steps:
-        light |= _slices_of_loops(step, program.avals) - floating
+        light |= _of_outside(step, program.avals) - floating
     return Cloned(frozenset(floating), frozenset(light), frozenset(costs))
 
 
@@ -107,8 +108,8 @@ def _is_scalar(step: Equation, operand: Var, avals: Mapping[Var, Any]) -> bool:
     return sizes == [1, 1] and cost_of(step.eqn) <= 1
 
 
-def _slices_of_loops(step: Step, avals: Mapping[Var, Any]) -> set[int]:
-    """Serials of the equations in loops that cut what is made outside into slices, one a turn."""
+def _of_outside(step: Step, avals: Mapping[Var, Any]) -> set[int]:
+    """Serials of equations in loops that slice what is made outside, or give it a layout."""
     if not isinstance(step, Loop):
         return set()
     made = {step.index, *(carry.inside for carry in step.carries)}
@@ -116,18 +117,24 @@ def _slices_of_loops(step: Step, avals: Mapping[Var, Any]) -> set[int]:
     found: set[int] = set()
     for inner in step.body:
         if isinstance(inner, Loop):
-            found |= _slices_of_loops(inner, avals)
-        elif inner.primitive == "dynamic_slice":
-            stack, *starts = inner.inputs
-            at_index = step.index in starts and all(
-                start == step.index or isinstance(start, Lit) for start in starts
-            )
-            whole = step.length * avals[inner.outputs[0]].size
-            if isinstance(stack, Lit) or stack in made or not at_index:
-                continue
-            if whole <= avals[stack].size:
-                found.add(inner.serial)
+            found |= _of_outside(inner, avals)
+        elif not inner.inputs or isinstance(inner.inputs[0], Lit) or inner.inputs[0] in made:
+            continue
+        elif is_layout(inner.eqn) or _is_slice_of_turn(inner, step, avals):
+            found.add(inner.serial)
     return found
+
+
+def _is_slice_of_turn(equation: Equation, loop: Loop, avals: Mapping[Var, Any]) -> bool:
+    """Whether an equation cuts the slice of the iteration; all together are no larger."""
+    if equation.primitive != "dynamic_slice":
+        return False
+    stack, *starts = equation.inputs
+    assert not isinstance(stack, Lit)
+    at_index = loop.index in starts and all(
+        start == loop.index or isinstance(start, Lit) for start in starts
+    )
+    return at_index and loop.length * avals[equation.outputs[0]].size <= avals[stack].size
 
 
 def cost_of(eqn: Any) -> int:
