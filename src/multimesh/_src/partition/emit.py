@@ -42,6 +42,7 @@ from multimesh._src.partition.events import (
     Instance,
     Item,
     LoopIndex,
+    Start,
 )
 from multimesh._src.partition.layouts import fit_spec
 
@@ -353,7 +354,8 @@ def _key(item: Item) -> Any:
     if isinstance(item, Lit):
         value = np.asarray(item.value)
         aval = item.aval
-        return ("literal", value.tobytes(), str(aval.dtype), aval.weak_type, aval.shape)
+        carry = item.carry if isinstance(item, Start) else -1
+        return ("literal", value.tobytes(), str(aval.dtype), aval.weak_type, aval.shape, carry)
     return item
 
 

@@ -33,6 +33,16 @@ class LoopIndex:
     value: int
 
 
+@dataclass(frozen=True, slots=True)
+class Start(Lit):
+    """The literal that a loop starts from: a value of its own for each carry.
+
+    Were two accumulators one value in the first iteration, it would need a program of its own.
+    """
+
+    carry: Var
+
+
 Item: TypeAlias = Instance | LoopIndex | Lit
 
 
@@ -125,8 +135,10 @@ class _Walk:
         if loop.condition is not None:
             self.host_loop(loop, iterations)
             return
-        inits = {carry.inside: self.look(carry.init, iterations) for carry in loop.carries}
-        self.current.update(inits)
+        for carry in loop.carries:
+            init = self.look(carry.init, iterations)
+            own = Start(init.value, init.aval, carry.inside) if isinstance(init, Lit) else init
+            self.current[carry.inside] = own
         runs = self.runs_of.get(loop.index)
         ends = (
             self._in_order(loop, iterations)

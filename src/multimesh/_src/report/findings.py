@@ -57,7 +57,11 @@ def _registrations(report: "ProgramReport", lines: LineNames) -> Iterator[Findin
         elif registration.missing:
             numbers = _listed([str(number) for number in registration.missing])
             text = f"{where} is registered for layers that no scope has: {numbers}."
-            yield Finding("no match", text, ("give `num_layers=` the number of the layers.",))
+            ways = (
+                "give `num_layers=` the number of the layers.",
+                r"let the matcher take all digits of a number, as `layer\d+` does.",
+            )
+            yield Finding("no match", text, ways)
 
 
 def _idle(report: "ProgramReport") -> Iterator[Finding]:

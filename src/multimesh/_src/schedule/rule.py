@@ -136,6 +136,9 @@ class Rule:
         """
         shape = request.shape
         chunks = shape.num_chunks if request.placement or request.num_chunks else None
+        why = "" if chunks is None else self.objection(shape)
+        if why and request.placement:
+            raise ScheduleError(f"{why}\n{_stages_of_ranks(request)}")
         schedule = self(
             num_ranks=shape.num_ranks, num_microbatches=shape.num_microbatches, num_chunks=chunks
         )
@@ -203,3 +206,13 @@ def adapt(schedule: Schedule, request: Request) -> Schedule:
         graph = StageGraph.chain(schedule.num_ranks, placement=wanted, kinds=(Kind.F,))
         return fit(schedule, graph)
     return fit(schedule, request.graphs[0]) if request.graphs else schedule
+
+
+def _stages_of_ranks(request: Request) -> str:
+    """Which stages lie on which rank: what is no layer may have become one."""
+    stages: dict[int, list[str]] = {}
+    for stage, rank in enumerate(request.placement):
+        stages.setdefault(rank, []).append(str(stage))
+    graph = request.graph((Kind.F,))
+    listed = (f"{graph.label(rank)}: {', '.join(found)}" for rank, found in sorted(stages.items()))
+    return f"The stages of the ranks are: {'; '.join(listed)}."
