@@ -173,11 +173,13 @@ def test_shardings_on_the_global_mesh_give_specs_and_on_others_places() -> None:
     ]
 
 
-def test_out_shardings_beat_succession() -> None:
+def test_out_shardings_on_a_mesh_of_their_own_beat_succession() -> None:
+    """A layout alone does not say where: a state stays where it is."""
     whole = Mesh(np.array(jax.devices()), ("data",))
-    state = [jnp.ones(8), jnp.ones(8)]
-    got = traced(lambda s: s, state, mesh=whole, out_shardings=[P("data"), None])
-    assert [r.successor_of for r in got.results] == [None, 1]
+    part = NamedSharding(Mesh(np.array(jax.devices()[4:]), ("data",)), P())
+    state = [jnp.ones(8), jnp.ones(8), jnp.ones(8)]
+    got = traced(lambda s: s, state, mesh=whole, out_shardings=[P("data"), None, part])
+    assert [r.successor_of for r in got.results] == [0, 1, None]
 
 
 def test_empty_and_none_trees() -> None:

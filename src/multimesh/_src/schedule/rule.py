@@ -1,5 +1,6 @@
 """`Rule`: a way to make a schedule for any number of ranks, microbatches and chunks."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, TypeAlias
@@ -137,7 +138,7 @@ class Rule:
         shape = request.shape
         chunks = shape.num_chunks if request.placement or request.num_chunks else None
         why = "" if chunks is None else self.objection(shape)
-        if why and request.placement:
+        if why and len(set(Counter(request.placement).values())) > 1:
             raise ScheduleError(f"{why}\n{_stages_of_ranks(request)}")
         schedule = self(
             num_ranks=shape.num_ranks, num_microbatches=shape.num_microbatches, num_chunks=chunks
