@@ -95,3 +95,25 @@ def test_submeshes_of_unlike_axes_are_an_error():
         step = mjit(make_step(2, "1f1b"))
     with pytest.raises(MatchError, match="task `embed` rotates over submeshes of unlike axes"):
         step(params, batch)
+
+
+@pytest.mark.parametrize("around", [jax.checkpoint, lambda fun: fun])
+def test_a_rotating_layer_of_a_scan_may_be_recomputed(around):
+    """The place of a remat region depends on the iteration as what is inside it does."""
+    multi_mesh = make_multi_mesh(2, 1)
+
+    @around
+    def body(x, w):
+        with jax.named_scope("embed"):
+            return jnp.tanh(x @ w), None
+
+    def loss(weights, x):
+        return jnp.square(jax.lax.scan(body, x, weights)[0]).sum()
+
+    weights = np.random.RandomState(0).randn(4, WIDTH, WIDTH).astype("float32")
+    x = np.random.RandomState(1).randn(ROWS, WIDTH).astype("float32")
+    with multi_mesh:
+        ours = mjit(jax.value_and_grad(loss))(weights, x)
+    expected = jax.jit(jax.value_and_grad(loss))(weights, x)
+    for got, want in zip(ours, expected, strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)

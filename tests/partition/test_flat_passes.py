@@ -9,12 +9,12 @@ import pytest
 from jax import lax
 
 from multimesh._src.frontend.microbatching import microbatch
-from multimesh._src.ir.flat import Lit
+from multimesh._src.ir.flat import Lit, all_equations
 from multimesh._src.jax_compat import name_stack
 from multimesh._src.partition.batches import Batch, store_microbatch_major
-from multimesh._src.partition.prune import prune
+from multimesh._src.partition.prune import prune, trim
 from tests.partition.programs import inlined, loops, named, primitives, simplified, zeros
-from tests.programs.plainly import layer, pipeline
+from tests.programs.plainly import check, layer, normal, pipeline, weights
 
 SQUARE = zeros(8, 8)
 
@@ -140,6 +140,28 @@ def test_prune_drops_whole_loops_and_is_idempotent() -> None:
 
 
 # --- simplify_loops ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["xs", "carry", "operand"])
+def test_control_flow_is_given_only_what_it_reads(kind: str) -> None:
+    def fun(params: Any, x: Any) -> Any:
+        with layer(0):
+            rows = (x @ params[0])[:, 0]
+        with layer(1):
+            large = jnp.tanh(x @ params[1])
+        if kind == "xs":
+            made = lax.scan(lambda c, t: (c * 0.5 + t[0], t[1]), 0.0, (rows, large))[0]
+        elif kind == "carry":
+            made = lax.scan(lambda c, t: ((c[0] + t, c[1] + 1), None), (0.0, large), rows)[0][0]
+        else:
+            made = lax.cond(rows[0] > 0, lambda r, _: r.sum(), lambda r, _: r.max(), rows, large)
+        return made, large.sum()
+
+    flat = trim(inlined(pipeline(2), fun, [SQUARE, SQUARE], SQUARE))
+    (large,) = (eq.outputs[0] for eq in named(flat.steps, "tanh"))
+    readers = [eq.primitive for eq in all_equations(flat.steps) if large in eq.inputs]
+    assert readers == ["reduce_sum"]
+    check(pipeline(2), fun, weights(2, 8), normal(8, 8))
 
 
 def test_counters_and_key_chains_become_a_small_scan_before_the_loop() -> None:

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from multimesh._src.frontend.microbatching import microbatch
 from multimesh._src.partition.assign.glue import settle_glue
 from multimesh._src.partition.assign.prepared import clone_preparations
 from multimesh._src.partition.split.regions import analyze_flow
@@ -166,3 +167,23 @@ def test_what_depends_on_parameters_is_no_preparation() -> None:
         return lax.scan(body, jnp.float32(0), xs)[0]
 
     assert prepared(assigned(pipeline(2), step, [SQUARE] * 3, zeros(4, 8, 8))) == set()
+
+
+def test_what_is_made_of_a_moved_array_moves_with_it() -> None:
+    """A loss between two submeshes is on one of them, with its sum over the microbatches."""
+
+    def step(params: Any, xs: Any) -> Any:
+        def loss(param: Any, x: Any) -> Any:
+            with layer(0):
+                teacher = jnp.tanh(x @ params[0])
+            with layer(1):
+                student = jnp.tanh(x @ param)
+            return jnp.mean((student - lax.stop_gradient(teacher)) ** 2)
+
+        return microbatch(jax.value_and_grad(loss), 0, 2, argnum=1)(params[1], xs)
+
+    found = settled(assigned(pipeline(2), step, [SQUARE, SQUARE], SQUARE))
+    (square,), (total,) = (named(found.flat.steps, name) for name in ("integer_pow", "reduce_sum"))
+    sums = [eq for eq in named(found.flat.steps, "add") if not found.flat.avals[eq.outputs[0]].ndim]
+    places = {found.place[eq.serial] for eq in (square, total, *sums)}
+    assert places == {found.of("dot_general", 1)}

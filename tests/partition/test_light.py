@@ -1,17 +1,24 @@
 """Light equations: what they read crosses instead of what they make."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax import lax
+from jax.sharding import PartitionSpec as P
 
+from multimesh._src.config import context
+from multimesh._src.frontend.logical import with_sharding_constraint
 from multimesh._src.frontend.microbatching import microbatch
 from multimesh._src.ir.plan import Copy
+from multimesh._src.ir.program import LoopNode, TaskNode
 from multimesh._src.partition.pipeline import Partitioned
+from multimesh._src.staging.mjit import mjit
 from tests.partition.programs import assigned, cut, named, zeros
-from tests.programs.plainly import check, layer, normal, pipeline, weights
+from tests.programs.plainly import assert_close, check, layer, normal, pipeline, weights
 
 PAIR = [zeros(8, 8), zeros(8, 8)]
 
@@ -91,3 +98,51 @@ def test_numbers_in_sums_can_still_be_regrouped() -> None:
     made, _ = cut(pipeline(2), fun, PAIR, zeros(4, 8))
     assert sorted(crossing(made)) == ["float32[4,8]", "float32[]"], "one partial sum"
     check(pipeline(2), fun, weights(2), np.ones((8, 4), np.float32))
+
+
+def unconstrained(params: Any, batch: Any, layout: Callable[[Any], Any] = lambda w: w) -> Any:
+    def loss(params: Any, x: Any) -> Any:
+        for index, w in enumerate(params):
+            with layer(index):
+                x = jnp.tanh(x @ layout(w))
+        return jnp.sum(x**2)
+
+    return microbatch(jax.value_and_grad(loss), 0, 2, argnum=1)(params, batch)
+
+
+def constrained(params: Any, batch: Any) -> Any:
+    return unconstrained(params, batch, lambda w: with_sharding_constraint(w, P("data", None)))
+
+
+@pytest.mark.parametrize("hoist", [True, False])
+def test_each_task_lays_out_a_parameter_for_itself(hoist: bool) -> None:
+    """No second copy of the parameters is kept for the loop, or for the backward pass."""
+    with context(hoist_loop_invariants=hoist):
+        made, _ = cut(pipeline(2, width=2), constrained, PAIR, zeros(8, 8))
+    (loop,) = (step for step in made.program.steps if isinstance(step, LoopNode))
+    others = [step for step in made.program.steps if isinstance(step, TaskNode)]
+    assert not any(set(task.inputs) & set(made.program.arguments) for task in others)
+    tasks = [task for task in loop.tasks if isinstance(task, TaskNode)]
+    passed = {v for task in tasks for v in task.outputs} & {v for t in tasks for v in t.inputs}
+    assert all(made.program.avals[var].shape != (8, 8) for var in passed)
+    args = weights(2), normal(8, 4)
+    with pipeline(2, width=2):
+        ours = mjit(constrained)(*args)
+    assert_close(ours, jax.jit(unconstrained)(*args))
+
+
+def test_a_cast_of_a_constrained_parameter_moves_before_the_loop() -> None:
+    def fun(params: Any, batch: Any) -> Any:
+        def loss(params: Any, x: Any) -> Any:
+            with layer(0):
+                w = with_sharding_constraint(params[0], P("data", None))
+                x = x @ w.astype(jnp.bfloat16).astype(jnp.float32)
+            with layer(1):
+                return jnp.sum(x @ params[1])
+
+        return microbatch(loss, 0, 2, argnum=1)(params, batch)
+
+    _, texts = cut(pipeline(2, width=2), fun, PAIR, zeros(8, 8))
+    before, _, inside = texts["simplify_loops"].partition("loop")
+    assert "multimesh_constraint" in before and "bfloat16" in before
+    assert "multimesh_constraint" not in inside and "bfloat16" not in inside

@@ -92,6 +92,18 @@ def test_a_task_joins_the_last_stage_that_it_can() -> None:
     assert stages_of(find_stages(given, {}, submeshes((0,), (1,)))) == ["a:0", "b:1", "side:0"]
 
 
+def test_a_chain_of_tasks_joins_the_given_stage_that_it_leads_to() -> None:
+    """Token and position embeddings before registered layers are no stage of their own."""
+    given = tasks(
+        ("embed", "F", 0, "x", "a"),
+        ("positions", "F", 0, "ap", "b"),
+        ("layer0", "F", 0, "b", "c"),
+        ("layer1", "F", 1, "c", "d"),
+    )
+    found = find_stages(given, {2: 0, 3: 1}, submeshes((0,), (1,)))
+    assert stages_of(found) == ["embed:0", "positions:0", "layer0:0", "layer1:1"]
+
+
 def test_stages_are_numbered_by_changes_of_submesh_then_program_order() -> None:
     given = tasks(
         ("late", "F", 2, "y", "l"),
@@ -303,3 +315,21 @@ def test_tasks_without_a_stage_join_given_stages_where_no_other_lies_between() -
     found = find_stages(given, {1: 0, 2: 1, 3: 2, 4: 3}, submeshes((0,), (1,)))
     assert stages_of(found) == ["embed:0", "b0:0", "b1:1", "b2:2", "b3:3", "head:3"]
     assert found.graph.placement == (0, 1, 0, 1)
+
+
+def test_a_sum_that_starts_at_a_python_number_is_accumulated() -> None:
+    """The weak type of `0.` makes JAX convert what is carried, which changes nothing."""
+
+    def step(params: Any, xs: Any) -> Any:
+        def body(total: Any, x: Any) -> Any:
+            with layer(0):
+                x = jnp.tanh(x @ params[0])
+            with layer(1):
+                size = jnp.sum(x @ params[1])
+            return total + jnp.where(jnp.isfinite(x).all(), size, 0), None
+
+        return lax.scan(body, 0.0, xs)[0]
+
+    found = assigned(pipeline(2), step, PAIR, zeros(4, 2, 8))
+    (loop,) = loops(found.flat.steps)
+    assert [*classify_carries(loop, found.place).values()] == ["accumulated"]

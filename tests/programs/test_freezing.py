@@ -217,3 +217,38 @@ def test_two_loops_of_one_step_train_different_parts():
         return params, (before, after)
 
     check_once(train(pipeline(3), both, params, BATCHES))
+
+
+@pytest.mark.parametrize("steps", ["each its own", "one for both"])
+def test_loops_over_some_stages_leave_the_state_of_others_alone(steps):
+    """Gradients of what a loop does not read are zero, and no state of the loop."""
+    adam = optax.adam(0.05)
+
+    def part(some):
+        def loss(params, batch):
+            x, y = batch
+            for index in some:
+                with layer(index):
+                    x = jnp.tanh(x @ params[index])
+            return jnp.mean((x - y) ** 2)
+
+        return microbatch(jax.value_and_grad(loss), 0, ROWS, argnum=1, reduce="mean")
+
+    def step(state, batch):
+        params, opt = state
+        (one, first), (two, second) = part((0,))(params, batch), part((1,))(params, batch)
+        if steps == "each its own":
+            updates, opt = adam.update(first, opt, params)
+            params = optax.apply_updates(params, updates)
+            updates, opt = adam.update(second, opt, params)
+        else:
+            updates, opt = adam.update(jax.tree.map(jnp.add, first, second), opt, params)
+        return (optax.apply_updates(params, updates), opt), one + two
+
+    params = matrices(2)
+    program = train(pipeline(2), step, (params, adam.init(params)), BATCHES)
+    assert f"float32[{WIDTH},{WIDTH}]" not in {type_ for _, type_ in arrays(program)}
+    for argument in program.arguments:
+        index = next((i for i in range(2) if argument.name.endswith(f"[{i}]")), None)
+        if argument.bytes == 4 * WIDTH * WIDTH and index is not None:
+            assert argument.home == f"stage={index}", argument

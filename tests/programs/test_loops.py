@@ -210,3 +210,19 @@ def test_decoding_with_a_cache():
         return lax.scan(body, (jnp.zeros((5, 4)), jnp.int32(1), 0), None, length=5)
 
     check(pipeline(2), step, weights(2), X)
+
+
+@pytest.mark.parametrize("stages", [0, 2])
+def test_gradient_through_a_scan_of_inner_steps(stages):
+    """A loop of training steps goes over the stages again and again, given ones too."""
+
+    def inner(params, x):
+        return jnp.mean(jnp.square(two_layers(params, x)))
+
+    def loss(params, x):
+        def one(params, _):
+            return sgd(params, jax.grad(inner)(params, x)), None
+
+        return inner(lax.scan(one, params, None, length=3)[0], x)
+
+    check(pipeline(2, give_stages=stages), jax.value_and_grad(loss), weights(2), X)

@@ -137,6 +137,52 @@ def test_a_sequential_loop_says_what_is_carried():
     assert "float32[8,8] that `layer1` makes in one turn is read by `layer0`" in worth_a_look(text)
 
 
+def test_microbatches_around_a_loop_over_submeshes_say_so():
+    def loss(params, x):
+        return lax.scan(lambda c, _: (two_layers(params, c), None), x, length=3)[0].sum()
+
+    report, text = explained(pipeline(), microbatch(loss, 0, 4, argnum=1, schedule="1f1b"))
+    assert report.loops[0].is_microbatch and report.loops[0].holds_loops
+    assert "the 2 microbatches of" in worth_a_look(text)
+    assert "without a schedule: a loop over several submeshes stands inside" in worth_a_look(text)
+
+
+def test_pipelines_are_listed_before_other_loops():
+    def model(params, x):
+        for _ in range(4):
+            x = lax.scan(lambda c, _: (two_layers(params, c), None), x, length=3)[0]
+        return microbatch(lambda x: two_layers(params, x), 0, 4, reduce="concat")(x)
+
+    _, text = explained(pipeline(), model)
+    listed = [line.split()[0:3] for line in text.splitlines()[1:9] if "loop of" in line]
+    assert listed == [["loop", "of", "2"], ["loop", "of", "3"], ["loop", "of", "3"]]
+    assert "and 2 more loops, below" in text
+
+
+def test_rows_that_are_no_ranks_are_called_by_their_submesh():
+    def step(params, x):
+        def inner(w, x):
+            return jnp.square(layer(1, layer(0, x, w[0]), w[1])).sum()
+
+        def loss(params, x):
+            return inner(jax.tree.map(jnp.subtract, params, jax.grad(inner)(params, x)), x)
+
+        return microbatch(jax.grad(loss), 0, 4, argnum=1)(params[:2], x)
+
+    _, text = explained(pipeline(), step)
+    assert "stage=1, apart" in text and "row 2" not in text
+
+
+def test_an_argument_that_comes_back_in_a_stated_layout_is_not_moved():
+    def step(params, x):
+        gradient = microbatch(jax.grad(lambda p, x: two_layers(p, x).sum()), 0, 4, argnum=1)
+        return jax.tree.map(lambda p, g: p - g, params, gradient(params, x))
+
+    layouts = {"in_shardings": (P(None, "data"), None), "out_shardings": P(None, "data")}
+    report, _ = explained(pipeline(width=2), step, W[:2], X, donate_argnums=0, **layouts)
+    assert {a.moved for a in report.arguments if a.name != "x"} == {"first call"}
+
+
 def test_an_argument_of_a_sequential_loop_lives_where_it_is_read():
     def model(params, x):
         return lax.scan(lambda c, _: (two_layers(params, c), None), x, length=3)[0]
