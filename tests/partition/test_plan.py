@@ -174,6 +174,22 @@ def test_results_that_are_arguments_results_and_literals() -> None:
     assert made.plan.inputs[3].slots == ()
 
 
+def test_accumulators_that_start_alike_need_no_program_of_their_own() -> None:
+    """Two that start from one zero would be one input of the first iteration's program."""
+
+    def step(params: Any, x: Any) -> Any:
+        def loss(params: Any, x: Any) -> Any:
+            y = mlp(params[:2], x)
+            with layer(1):
+                return jnp.sum(y * params[2])
+
+        return microbatch(jax.value_and_grad(loss), 0, 2, argnum=1)(params, x)
+
+    made, _ = cut(pipeline(2), step, [*PAIR, zeros()], SQUARE)
+    last = {s.executable for s in made.plan.steps if isinstance(s, Run) and "layer1" in s.task}
+    assert len(last) == 1
+
+
 def test_a_state_returns_to_where_it_came_from() -> None:
     def step(state: Any, x: Any) -> Any:
         return {"a": state["b"], "b": mlp([state["a"], state["b"]], x)}, x.sum()
