@@ -117,3 +117,19 @@ def test_a_rotating_layer_of_a_scan_may_be_recomputed(around):
     expected = jax.jit(jax.value_and_grad(loss))(weights, x)
     for got, want in zip(ours, expected, strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_a_loop_of_rotating_tasks_alone_has_no_ranks():
+    multi_mesh = make_multi_mesh(2, 1)
+
+    def loss(w, x):
+        with jax.named_scope("embed"):
+            return jnp.square(jnp.tanh(x @ w)).sum()
+
+    step = microbatch(jax.value_and_grad(loss), 0, 2, argnum=1)
+    w = np.eye(WIDTH, dtype=np.float32)
+    x = np.random.RandomState(1).randn(ROWS, WIDTH).astype("float32")
+    with multi_mesh:
+        ours = mjit(step)(w, x)
+    for got, want in zip(ours, jax.jit(step)(w, x), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)

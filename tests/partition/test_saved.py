@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from multimesh.jax import microbatch, mjit
-from tests.programs.plainly import check_steps, pipeline
+from tests.programs.plainly import check, check_steps, normal, pipeline, weights
 
 WIDTH = 4
 
@@ -57,3 +57,39 @@ def test_no_backward_waits_for_a_recomputation_elsewhere(
     crossing = [r for r in program.reshards if f"float32[2,{WIDTH}]" in r.type]
     assert sum(reshard.copies for reshard in crossing) == 2 * 4 * (num_layers - 1)
     check_steps(mesh, step, params, x)
+
+
+def by_fori(a: Any, b: Any) -> Any:
+    return jax.lax.fori_loop(0, 3, lambda i, s: (s[1] * 0.5, s[0] + s[1]), (a, b))
+
+
+def by_lstm(a: Any, b: Any) -> Any:
+    def cell(state: Any, _: Any) -> Any:
+        h, c = state
+        c = jax.nn.sigmoid(h + 1) * c + jnp.tanh(h)
+        return (jnp.sin(c) * h, c), None
+
+    return jax.lax.scan(cell, (a, b), None, length=3)[0]
+
+
+@pytest.mark.parametrize("coupled", [by_fori, by_lstm])
+@pytest.mark.parametrize("give_stages", [0, 4])
+def test_results_that_depend_on_each_other_are_told_apart(
+    coupled: Callable[..., Any], give_stages: int
+) -> None:
+    """The part of a loop that makes one of its results may have to make another."""
+    numbers = (0, 2, 1) if give_stages else (0, 1, 0)
+
+    def region(params: Any, x: Any) -> Any:
+        with jax.named_scope(f"layer{numbers[0]}"):
+            a, b = coupled(jnp.tanh(x @ params[0]), jnp.cos(x @ params[0]))
+        with jax.named_scope(f"layer{numbers[1]}"):
+            x = jnp.sin(a) * jnp.tanh(b @ params[1])
+        with jax.named_scope(f"layer{numbers[2]}"):
+            return jnp.tanh(x @ params[0])
+
+    def loss(params: Any, x: Any) -> Any:
+        return jnp.sum(jax.checkpoint(region)(params, x) ** 2)
+
+    mesh = pipeline(2, give_stages=give_stages)
+    check(mesh, jax.value_and_grad(loss), weights(2), normal(8, 4))

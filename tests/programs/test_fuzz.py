@@ -131,6 +131,24 @@ SKIPPING = stages(*TWICE, (("tanh",), 3), scoped=False, checkpoint=True, skip=0)
             num_microbatches=8,
             gated=1,
         ),
+        # A predicate that an earlier stage reads was made in a later one.
+        Spec(
+            stages((MATMUL, 0), (MATMUL, 1), (MATMUL, 0)),
+            sliced=(2, 1, 1),
+            gated=1,
+            **(LOOPED | {"schedule": "auto"}),
+        ),
+        # The backward of code in no scope ran in a stage that needs what it recomputes.
+        Spec(
+            (
+                *stages((MATMUL, 0), (MATMUL, 1)),
+                Layer(("norm",), submesh=1, stage=1, scoped=False),
+                Layer(("tanh", "scanned", "matmul", "tanh"), submesh=1, stage=2),
+            ),
+            sliced=(2, 1, 1),
+            checkpoint=True,
+            **(LOOPED | {"schedule": "auto", "placement": "v"}),
+        ),
         # A remat region inside of a conditional was opened in what autodiff makes of it.
         Spec(
             (

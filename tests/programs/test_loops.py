@@ -226,3 +226,29 @@ def test_gradient_through_a_scan_of_inner_steps(stages):
         return inner(lax.scan(one, params, None, length=3)[0], x)
 
     check(pipeline(2, give_stages=stages), jax.value_and_grad(loss), weights(2), X)
+
+
+def test_weak_types_of_results_are_kept():
+    """A rate that decays from a Python number, made strong or left weak."""
+
+    def step(params, xs):
+        def body(carry, x):
+            strong, weak = carry
+            return (strong * 0.5, weak * 0.5), (two_layers(params, x), weak)
+
+        return lax.scan(body, (jnp.asarray(0.1, jnp.float32), 0.1), xs)
+
+    check(pipeline(2), step, weights(2), normal(3, 2, 4))
+    check(pipeline(2), step, weights(2), normal(1, 2, 4))
+
+
+@pytest.mark.parametrize("value", [0, 0.0, 3, 1.5, True])
+@pytest.mark.parametrize("reduce", ["sum", "mean", "max", "stack"])
+def test_a_number_of_python_is_reduced_too(value, reduce):
+    def step(params, x):
+        def loss(params, x):
+            return two_layers(params, x).sum(), value
+
+        return microbatch(loss, 0, 2, argnum=1, reduce=("sum", reduce))(params, x)
+
+    check(pipeline(2), step, weights(2), X)

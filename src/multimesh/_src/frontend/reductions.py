@@ -86,7 +86,7 @@ class _Leaf:
 
     def accumulate(self, accumulator: Any, value: Any) -> Any:
         add = jnp.maximum if self.kind == "max" else jnp.add
-        return add(accumulator, value.astype(self.dtype))
+        return add(accumulator, jnp.asarray(value, self.dtype))
 
     def finish_carried(self, accumulator: Any, num_microbatches: int) -> Any:
         if self.kind != "mean":

@@ -67,10 +67,6 @@ def inline(traced: TracedFunction, seeds: Seeds) -> FlatProgram:
     operands = [*map(builder.constant, consts), *arguments]
     variables = [*jaxpr.constvars, *jaxpr.invars] if jaxpr.constvars else jaxpr.invars
     results = builder.inline(jaxpr.eqns, jaxpr.outvars, variables, operands, traced.ambient)
-    for position, var in enumerate(jaxpr.outvars):
-        if builder.aval(results[position]).weak_type != var.aval.weak_type:
-            convert = partial(lax.convert_element_type, new_dtype=var.aval.dtype)
-            (results[position],) = builder.emit(convert, [results[position]], traced.ambient)
     return FlatProgram(
         name=traced.name,
         avals=builder.avals,
@@ -78,6 +74,42 @@ def inline(traced: TracedFunction, seeds: Seeds) -> FlatProgram:
         constants=builder.constants,
         steps=tuple(builder.steps),
         results=tuple(results),
+    )
+
+
+def keep_weak_types(program: FlatProgram, traced: TracedFunction, seeds: Seeds) -> FlatProgram:
+    """Returns `program` with results as weakly typed as those of the traced function.
+
+    On the way to them conversions that change nothing else were left out.
+    """
+    builder = Builder(
+        seeds,
+        avals=dict(program.avals),
+        constants=dict(program.constants),
+        steps=list(program.steps),
+        num_steps=last_serial(program.steps) + 1,
+    )
+    results = list(program.results)
+    for position, var in enumerate(jaxprs.open_jaxpr(traced.jaxpr).outvars):
+        made = builder.aval(results[position])
+        if made.weak_type != var.aval.weak_type:
+            convert = partial(_with_weak_type, weak_type=var.aval.weak_type)
+            (results[position],) = builder.emit(convert, [results[position]], traced.ambient)
+    return replace(program, avals=builder.avals, steps=tuple(builder.steps), results=tuple(results))
+
+
+def _with_weak_type(x: jax.Array, *, weak_type: bool) -> jax.Array:
+    return lax.convert_element_type_p.bind(x, new_dtype=x.dtype, weak_type=weak_type, sharding=None)
+
+
+def last_serial(steps: tuple[Step, ...]) -> int:
+    """The largest serial of some steps at any depth; -1 if there are none."""
+    return max(
+        (
+            max(step.serial, last_serial(step.body)) if isinstance(step, Loop) else step.serial
+            for step in steps
+        ),
+        default=-1,
     )
 
 

@@ -35,7 +35,7 @@ from multimesh._src.ir.flat import (
     substitute,
 )
 from multimesh._src.jax_compat.effects import calls_host
-from multimesh._src.partition.inline import Builder, read_slot
+from multimesh._src.partition.inline import Builder, last_serial, read_slot
 from multimesh._src.partition.seeds import Seeds
 
 
@@ -62,17 +62,6 @@ def simplify_loops(program: FlatProgram, seeds: Seeds, *, hoist: bool = True) ->
         constants=builder.constants,
         steps=tuple(builder.steps),
         results=results,
-    )
-
-
-def last_serial(steps: tuple[Step, ...]) -> int:
-    """The largest serial of some steps at any depth; -1 if there are none."""
-    return max(
-        (
-            max(step.serial, last_serial(step.body)) if isinstance(step, Loop) else step.serial
-            for step in steps
-        ),
-        default=-1,
     )
 
 

@@ -39,7 +39,7 @@ from multimesh._src.partition.given import (
     wanted_submeshes,
 )
 from multimesh._src.partition.homes import find_homes
-from multimesh._src.partition.inline import inline
+from multimesh._src.partition.inline import inline, keep_weak_types
 from multimesh._src.partition.layouts import propagate_layouts
 from multimesh._src.partition.loops import simplify_loops
 from multimesh._src.partition.order import (
@@ -159,6 +159,7 @@ def _flatten(driver: _Driver) -> Stacks:
     flat = merge_transposes(flat)
     # In one loop a backward branch reads what its forward one made, whatever autodiff joined.
     flat = prune(read_own_options(flat))
+    flat = keep_weak_types(flat, driver.traced, driver.seeds)
     driver.show("simplify_loops", text.print_flat, flat)
     # Stacks are split before anything is placed: a stack has no place, its blocks have.
     stacks = split_stacks(flat, driver.traced, driver.seeds, batches)

@@ -87,6 +87,8 @@ def _pipeline_of(
         states.append((writers, readers))
     # Only now: the stages of a loop that is none of microbatches may well form a cycle.
     pipeline = find_stages(tasks, given, submeshes)
+    if not pipeline.ranks:
+        return None  # every task is elsewhere in each iteration
     stage_of = {task.index: task.stage for task in pipeline.tasks}
     ordered: list[tuple[int, int]] = []
     for writers, readers in states:

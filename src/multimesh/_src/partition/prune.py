@@ -44,7 +44,7 @@ def _trimmed(equation: Equation, live: set[Var]) -> Equation:
     if has_effect(equation) or not wanted:
         return equation
     part = jaxprs.part_for(equation.eqn, wanted)
-    if part is None or len(part.operands) == len(equation.inputs):
+    if part is None or len(part.operands) == len(equation.inputs) or -1 in part.outputs:
         return equation
     return replace(
         equation,

@@ -43,6 +43,7 @@ class _Saved:
     first: dict[Hashable, tuple[Var, int]] = field(default_factory=dict)
     equal: dict[Var, Var] = field(default_factory=dict)
     made_at: dict[Var, _Spot] = field(default_factory=dict)
+    order: dict[Var, int] = field(default_factory=dict)  # in which variables are made
     sender: dict[Var, _Spot] = field(default_factory=dict)  # where a variable is recomputed
 
     def steps(self, steps: tuple[Step, ...]) -> tuple[Step, ...]:
@@ -70,15 +71,17 @@ class _Saved:
         return equation if inputs == equation.inputs else replace(equation, inputs=inputs)
 
     def _spot(self, equation: Equation) -> _Spot:
-        """Where an equation runs; without a stage of its own, in the last that it reads from."""
+        """Where an equation runs; without a stage of its own, in that of its operand made last."""
         here, stage = self.place.get(equation.serial), self.stage.get(equation.serial)
         if stage is None:
-            reads = [self.made_at.get(v) for v in equation.inputs if not isinstance(v, Lit)]
-            found = [spot[1] for spot in reads if spot is not None and spot[0] == here]
-            stages = [number for number in found if number is not None]
-            last = min if equation.scope.transposes else max  # of a backward: the lowest
-            stage = last(stages, default=None)
+            reads = (v for v in equation.inputs if not isinstance(v, Lit) and v in self.made_at)
+            near = [
+                v for v in reads if self.made_at[v][0] == here and self.made_at[v][1] is not None
+            ]
+            last = max(near, key=self.order.__getitem__, default=None)
+            stage = None if last is None else self.made_at[last][1]
         self.made_at.update(dict.fromkeys(equation.outputs, (here, stage)))
+        self.order.update(dict.fromkeys(equation.outputs, len(self.order)))
         return here, stage
 
     def _note(self, equation: Equation) -> None:
@@ -112,7 +115,8 @@ class _Saved:
                 keys.append(("passed on", equation.serial, k))
             else:
                 inputs = [equation.inputs[position] for position in part.operands]
-                keys.append(self._key(without_remat(part.eqn), inputs, equation.guards))
+                key = self._key(without_remat(part.eqn), inputs, equation.guards)
+                keys.append((key, part.outputs.index(k)))  # a part may have to make more than one
         return keys
 
     def _key(self, eqn: Any, inputs: Sequence[Operand], guards: Sequence[Guard]) -> Hashable:

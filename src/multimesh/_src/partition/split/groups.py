@@ -2,10 +2,12 @@
 
 A seed's group is (task name, transposes, submesh) (R4). Any other equation joins, on its
 submesh and in its phase, the group of its operand that is made last, else that of its users' groups
-that ends first, else the group `main`; in the forward pass never a group of a given stage that it
-comes after. Outside loops, what runs after the backward pass (clip,
-optimizer, metrics) is further told apart by how many hops between submeshes still lie ahead of it:
-a total that other submeshes wait for never shares a task with the update that needs it.
+that ends first, else the group `main`; never a group of a given stage that it comes after, or, in
+the forward pass, that a stage that needs it comes before.
+
+Outside loops, what runs after the backward pass (clip, optimizer, metrics) is further told apart by
+how many hops between submeshes still lie ahead of it: a total that other submeshes wait for never
+shares a task with the update that needs it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -48,7 +50,8 @@ def group_equations(
     """
     backward = backward_phase(region)
     hops = [0] * len(region.steps) if in_loop else _hops_ahead(region, place)
-    grouper = _Grouper(region, place, backward, hops, backward_name)
+    once = all(s.scope.transposes < 2 for s in region.steps if isinstance(s, Equation))
+    grouper = _Grouper(region, place, backward, hops, once, backward_name)
     for position, step in enumerate(region.steps):
         if isinstance(step, Equation):
             match = seed.get(step.serial)
@@ -57,6 +60,7 @@ def group_equations(
             else:
                 grouper.join_operand(position)
         grouper.note_stage(position)
+    grouper.note_stages_ahead()
     grouper.join_others()
     return grouper.groups
 
@@ -94,10 +98,12 @@ class _Grouper:
     place: Mapping[int, int]
     backward: Sequence[bool]
     hops: Sequence[int]
+    once: bool  # whether the backward pass goes through the stages only once
     backward_name: Callable[[str], str]
     groups: dict[int, Group] = field(default_factory=dict[int, Group])
     ends: dict[tuple[str, int, int], int] = field(default_factory=dict)  # the last seeds
     stages: dict[int, int] = field(default_factory=dict)  # the last given stage up to a step
+    ahead: dict[int, int] = field(default_factory=dict)  # the first given stage that needs a step
 
     def seed(self, position: int, step: Equation, match: Match) -> None:
         """Gives a seed the group of its match."""
@@ -114,15 +120,27 @@ class _Grouper:
         self.ends[_key(self.groups[position])] = position
 
     def note_stage(self, position: int) -> None:
-        """Notes the last given stage that a step of the forward pass needs or is in."""
+        """Notes the last given stage, in the order of its phase, that a step needs or is in."""
         group = self.groups.get(position)
         own = () if group is None or group.stage is None else (group.stage,)
         stages = (*own, *self._stages_before(position))
         if stages and not self.backward[position]:
             self.stages[position] = max(stages)
+        elif stages and self.once:
+            self.stages[position] = min(stages)
+
+    def note_stages_ahead(self) -> None:
+        """Notes the first given stage of the forward pass that is or needs each step."""
+        for position in reversed(range(len(self.region.steps))):
+            group = self.groups.get(position)
+            own = () if group is None or group.stage is None else (group.stage,)
+            users = (self.ahead[u] for u in self.region.users[position] if u in self.ahead)
+            if not self.backward[position] and (stages := (*own, *users)):
+                self.ahead[position] = min(stages)
 
     def _stages_before(self, position: int) -> tuple[int, ...]:
-        operands = self.region.operands[position]
+        phase = self.backward[position]
+        operands = (o for o in self.region.operands[position] if self.backward[o] == phase)
         return tuple(self.stages[operand] for operand in operands if operand in self.stages)
 
     def join_operand(self, position: int) -> bool:
@@ -181,9 +199,14 @@ class _Grouper:
         same_phase = group.backward == self.backward[position]
         if not same_phase or group.submesh != self._place(position):
             return False
-        if group.stage is None or group.backward:
+        if group.stage is None:
             return True
-        return max(self._stages_before(position), default=group.stage) <= group.stage
+        before = self._stages_before(position)
+        if group.backward:
+            return min(before, default=group.stage) >= group.stage
+        return (
+            max(before, default=group.stage) <= group.stage <= self.ahead.get(position, group.stage)
+        )
 
     def _place(self, position: int) -> int:
         return _place_of(self.region, position, self.place)

@@ -16,8 +16,7 @@ from multimesh._src.ir.flat import FlatProgram, Lit, Loop, Operand, Var, all_equ
 from multimesh._src.ir.plan import Block
 from multimesh._src.partition.batches import Batch
 from multimesh._src.partition.given import is_global, placed_arguments
-from multimesh._src.partition.inline import Builder
-from multimesh._src.partition.loops import last_serial
+from multimesh._src.partition.inline import Builder, last_serial
 from multimesh._src.partition.seeds import Seeds, find_seeds
 from multimesh._src.partition.stacks.blocks import Blocks, choose_blocks, fine_bounds, slice_of
 from multimesh._src.partition.stacks.boundary import (
