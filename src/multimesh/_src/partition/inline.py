@@ -90,10 +90,10 @@ def keep_weak_types(program: FlatProgram, traced: TracedFunction, seeds: Seeds) 
         num_steps=last_serial(program.steps) + 1,
     )
     results = list(program.results)
-    for position, var in enumerate(jaxprs.open_jaxpr(traced.jaxpr).outvars):
-        made = builder.aval(results[position])
-        if made.weak_type != var.aval.weak_type:
-            convert = partial(_with_weak_type, weak_type=var.aval.weak_type)
+    wanted: list[Any] = [var.aval for var in jaxprs.open_jaxpr(traced.jaxpr).outvars]
+    for position, aval in enumerate(wanted):
+        if builder.aval(results[position]).weak_type != aval.weak_type:
+            convert = partial(_with_weak_type, weak_type=aval.weak_type)
             (results[position],) = builder.emit(convert, [results[position]], traced.ambient)
     return replace(program, avals=builder.avals, steps=tuple(builder.steps), results=tuple(results))
 
