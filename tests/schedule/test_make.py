@@ -9,7 +9,7 @@ from multimesh._src.schedule.check import check
 from multimesh._src.schedule.graph import Part, StageGraph
 from multimesh._src.schedule.make import make_schedule, schedule_names
 from multimesh._src.schedule.placement import looped, v_shaped
-from multimesh._src.schedule.rule import Shape
+from multimesh._src.schedule.rule import Request, Shape
 from multimesh._src.schedule.zb_v import zb_v
 
 F, B, W, BW = Kind
@@ -188,3 +188,11 @@ def test_ready_schedules_of_another_size():
     schedule = make_schedule("gpipe", num_ranks=3, num_microbatches=6)
     assert "has `3` ranks, but the program has `2`." in refused(schedule, num_ranks=2)
     assert "has `6` microbatches, but the program has `5`" in refused(schedule, num_microbatches=5)
+
+
+def test_a_stage_behind_the_layers_is_named_with_its_rank():
+    request = Request(num_ranks=2, num_microbatches=4, placement=(0, 1, 1, 0, 1))
+    with pytest.raises(ScheduleError) as caught:
+        zb_v.make(request)
+    assert "not `3`" in str(caught.value)
+    assert str(caught.value).endswith("ranks are: rank 0: 0, 3; rank 1: 1, 2, 4.")

@@ -103,7 +103,7 @@ def _loops(loops: Sequence["LoopReport"]) -> Iterator[tuple[str, str]]:
     for loop in ordered[:_MAX_LOOPS]:
         yield _loop_label(loop), _loop_fact(loop)
     if len(loops) > _MAX_LOOPS:
-        yield "", f"and {len(loops) - _MAX_LOOPS} more loops, below"
+        yield "", f"and {count(len(loops) - _MAX_LOOPS, 'more loop')}, below"
 
 
 def _counts(report: "ProgramReport") -> str:
