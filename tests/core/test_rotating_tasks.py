@@ -133,3 +133,29 @@ def test_a_loop_of_rotating_tasks_alone_has_no_ranks():
         ours = mjit(step)(w, x)
     for got, want in zip(ours, jax.jit(step)(w, x), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("microbatch_size", [2, 4])
+def test_a_rotating_layer_of_a_scan_inside_a_microbatch(microbatch_size):
+    """It rotates with the scan; what reads its results in the outer loop does not."""
+
+    def loss(params, x):
+        def body(h, _):
+            with jax.named_scope("embed"):
+                return jnp.sin(jnp.tanh(h @ params[0])), None
+
+        x, _ = jax.lax.scan(body, x, None, length=3)
+        for stage in range(2):
+            with jax.named_scope(f"layer{stage}"):
+                x = jnp.tanh(x @ params[1])
+        return x.sum()
+
+    step = microbatch(jax.value_and_grad(loss), 0, microbatch_size, argnum=1)
+    params, (x, _) = data()
+    with make_multi_mesh(2, 1):
+        staged = mjit(step)
+    ours, expected = staged(params, x), jax.jit(step)(params, x)
+    for got, want in zip(jax.tree.leaves(ours), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+    places = {task.submesh for task in staged.lower(params, x).explain().tasks}
+    assert "rotating" not in " ".join(places)

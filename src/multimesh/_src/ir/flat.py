@@ -174,6 +174,19 @@ def all_equations(steps: tuple[Step, ...]) -> Iterator[Equation]:
             yield step
 
 
+def all_with_trip_counts(steps: tuple[Step, ...]) -> Iterator[tuple[Equation, int]]:
+    """Every equation with the trip count of the innermost loop around it, 0 outside of loops."""
+
+    def walk(steps: tuple[Step, ...], length: int) -> Iterator[tuple[Equation, int]]:
+        for step in steps:
+            if isinstance(step, Loop):
+                yield from walk(step.body, step.length)
+            else:
+                yield step, length
+
+    return walk(steps, 0)
+
+
 def substitute(steps: tuple[Step, ...], new: Mapping[Var, Operand]) -> tuple[Step, ...]:
     """Replaces variables that `steps` read, at any depth."""
 

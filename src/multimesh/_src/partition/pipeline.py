@@ -52,6 +52,7 @@ from multimesh._src.partition.pipelines import find_pipelines
 from multimesh._src.partition.prune import prune, trim
 from multimesh._src.partition.residuals import residual_memory
 from multimesh._src.partition.results import argument_infos, result_places
+from multimesh._src.partition.rotate import end_rotations
 from multimesh._src.partition.seeds import Seeds, backward_names, find_seeds
 from multimesh._src.partition.split.regions import analyze_flow
 from multimesh._src.partition.split.tasks import Splitter
@@ -215,6 +216,7 @@ def _place(driver: _Driver, stacks: Stacks) -> _Placed:
     flat, place = regroup_sums(flat, place, seeded, cloned)
     # Only when all readers and sums are settled is it known what had better grow behind a copy.
     place = move_to_readers(flat, place, seeded, cloned, seeds.submeshes)
+    place = end_rotations(flat, place, seeds.submeshes)
     driver.show("assign", text.print_flat, flat, place)
     carries = classify_all(flat.steps, place)
     # Each submesh has its conditional once places are final; later passes see no guards.

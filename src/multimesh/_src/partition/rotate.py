@@ -1,13 +1,14 @@
-"""Gives each submesh of a rotating task an accumulator of its own.
+"""Ends the rotation of tasks outside of their loops, and gives each submesh its accumulator.
 
-    embed_bwd rotates over stage=0, stage=1     ->    zeros @ stage=1
+    embed_bwd rotates over stage=0, stage=1     ->    zeros @ stage=0
     loop: acc' = embed_bwd(dy, acc)                   loop: acc0' on even, acc1' on odd ones
-                                                      acc = acc0 + acc1
+    w' = w - acc                                      acc = acc0 + acc1 @ stage=1
+                                                      w' = w - acc @ stage=1
 
 One accumulator would travel with the task: a whole embedding table for every microbatch.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,10 +16,31 @@ import jax
 from jax import lax
 from jax.extend.core import ClosedJaxpr
 
-from multimesh._src.ir.flat import Carry, Lit, Var
+from multimesh._src.ir.flat import Carry, FlatProgram, Lit, Var, all_with_trip_counts
 from multimesh._src.ir.program import LoopNode, ProgramStep, TaskNode
 from multimesh._src.ir.submesh import Submesh
 from multimesh._src.partition.backward import Numbers
+
+
+def end_rotations(
+    flat: FlatProgram, place: Mapping[int, int], submeshes: Sequence[Submesh]
+) -> dict[int, int]:
+    """Returns the submesh of each equation, by serial, with rotating ones in their loops alone.
+
+    What took its place from a rotating task and stands outside of that task's loop runs where the
+    last iteration does.
+
+    Args:
+        flat: The flat program.
+        place: The submesh of each equation.
+        submeshes: All submeshes.
+    """
+    ended = dict(place)
+    for equation, length in all_with_trip_counts(flat.steps):
+        rotation = submeshes[place[equation.serial]].rotation
+        if rotation and len(rotation) != length:
+            ended[equation.serial] = rotation[-1]
+    return ended
 
 
 def spread_accumulators(
@@ -46,7 +68,7 @@ def spread_accumulators(
         if not rotation:
             carries.append(carry)
             continue
-        places = tuple(dict.fromkeys(rotation))
+        places = tuple(dict.fromkeys(reversed(rotation)))  # the total is where the last one runs
         aval = numbers.avals[carry.inside]
         parts = [_part(carry, numbers) for _ in places]
         parts[0] = replace(parts[0], init=carry.init)

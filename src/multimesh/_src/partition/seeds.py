@@ -21,7 +21,7 @@ from multimesh._src.frontend.matching import Match, Matcher
 from multimesh._src.frontend.scopes import in_iteration, iteration_of, scope_of_equation
 from multimesh._src.frontend.shard_maps import mesh_called_for
 from multimesh._src.ir.constraint import constraint_p
-from multimesh._src.ir.flat import Equation, FlatProgram, Loop, Step, all_equations
+from multimesh._src.ir.flat import Equation, FlatProgram, all_equations, all_with_trip_counts
 from multimesh._src.ir.scope import Scope
 from multimesh._src.ir.submesh import Submesh
 from multimesh._src.jax_compat import jaxprs, shard_maps
@@ -214,7 +214,7 @@ def find_seeds(flat: FlatProgram, seeds: Seeds) -> tuple[dict[int, Match], dict[
     """Returns the match of every seed, and the submesh of every seed, by serial."""
     match: dict[int, Match] = {}
     seeded: dict[int, int] = {}
-    for equation, length in _with_lengths(flat.steps, 0):
+    for equation, length in all_with_trip_counts(flat.steps):
         found = seeds.of_equation(equation, 0 if length else None)
         if found is not None:
             match[equation.serial] = found
@@ -231,15 +231,6 @@ def find_seeds(flat: FlatProgram, seeds: Seeds) -> tuple[dict[int, Match], dict[
             seeded[equation.serial] = called_for[0]
             match.pop(equation.serial, None)
     return match, seeded
-
-
-def _with_lengths(steps: tuple[Step, ...], length: int) -> Iterator[tuple[Equation, int]]:
-    """Every equation with the trip count of the innermost loop around it, 0 outside loops."""
-    for step in steps:
-        if isinstance(step, Loop):
-            yield from _with_lengths(step.body, step.length)
-        else:
-            yield step, length
 
 
 def backward_names(
