@@ -73,6 +73,28 @@ def test_an_axis_that_shards_nothing():
     assert sharded.unused_axes == ()
 
 
+def test_a_name_in_a_constraint_that_no_task_maps():
+    def constrained(names):
+        def two(params, x):
+            x = lax.with_sharding_constraint(layer(0, x, params[0]), P(names[0]))
+            with jax.named_scope("layer1"):
+                sharded = lax.cond(
+                    x[0, 0] > 0, lambda y: lax.with_sharding_constraint(y, P(names[1])), jnp.sin, x
+                )
+                return jnp.tanh(sharded @ params[1])
+
+        return two
+
+    report, text = explained(pipeline(2, 2), constrained(("dat", "expert")))
+    assert [u.name for u in report.unmapped] == ["dat", "expert"]
+    section = worth_a_look(text)
+    assert "name axes that no task maps: `dat` in test_findings.py:" in section
+    assert "`expert` in `layer1` (test_findings.py:" in section
+    report, text = explained(pipeline(2, 2), constrained(("data", "data")))
+    assert report.unmapped == ()
+    assert "not sharded" not in text
+
+
 def test_a_registration_without_a_match():
     multi_mesh = pipeline(decoder=Task(mesh_slice={"stage": 1}))
     report, text = explained(multi_mesh, two_layers)

@@ -3,6 +3,7 @@ r"""What the registrations reached, and what became of the code that they did no
 register_task(r"layer\d+", ...)    matched layer0, layer1
 register_task(r"decoder", ...)     matched nothing: no scope has it
 loss at train.py:31, in no registered scope    ->    stage=1, in task layer1_fwd
+P("experts") at moe.py:12    ->    no task maps `experts`
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,6 +13,7 @@ from multimesh._src.frontend.matching import Matcher
 from multimesh._src.frontend.registrations import Registration
 from multimesh._src.frontend.scopes import iteration_of, scope_of_equation
 from multimesh._src.frontend.tracing import TracedFunction
+from multimesh._src.ir.constraint import UNCONSTRAINED, constraint_p
 from multimesh._src.ir.flat import Equation, Step, all_equations
 from multimesh._src.ir.program import Program
 from multimesh._src.ir.scope import Scope
@@ -76,6 +78,19 @@ class WholeReport:
     inside: tuple[str, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class UnmappedReport:
+    """A name in sharding constraints that no task maps to a mesh axis: those dims stay open.
+
+    Attributes:
+        name: The logical axis.
+        sites: Where it is named.
+    """
+
+    name: str
+    sites: tuple[Site, ...]
+
+
 def find_unmatched(
     program: Program, origins: Origins, matcher: Matcher, label_of: Mapping[int, str]
 ) -> tuple[CodeReport, ...]:
@@ -132,6 +147,28 @@ def _is_whole(equation: Equation, origins: Origins, seeds: Seeds) -> bool:
     if equation.serial not in origins.place or not jaxprs.sub_jaxprs(equation.eqn.params):
         return False
     return seeds.num_submeshes_inside(equation.eqn, equation.scope) > 1
+
+
+def find_unmapped(program: Program, origins: Origins) -> tuple[UnmappedReport, ...]:
+    """Returns the logical axes that no task of the function maps, in order of the program."""
+    mapped = {axis for submesh in program.submeshes for axis in submesh.mesh.axis_names}
+    mapped |= {logical for match in origins.match.values() for logical, _ in match.pairs}
+    found: dict[str, dict[Site, None]] = {}
+    for equation in all_equations(origins.flat.steps):
+        for name in _logical_names(equation.eqn):
+            if name not in mapped:
+                found.setdefault(name, {})[site_of(equation)] = None
+    return tuple(UnmappedReport(name, tuple(sites)) for name, sites in found.items())
+
+
+def _logical_names(eqn: jaxprs.JaxprEqn) -> Iterator[str]:
+    """The names in the logical constraints that an equation is or holds."""
+    if eqn.primitive is constraint_p and eqn.params["kind"] == "logical":
+        for dim in eqn.params["dims"]:
+            yield from () if dim is UNCONSTRAINED else dim
+    for jaxpr in jaxprs.sub_jaxprs(eqn.params):
+        for inner in jaxprs.open_jaxpr(jaxpr).eqns:
+            yield from _logical_names(inner)
 
 
 # --- registrations -------------------------------------------------------------------------------

@@ -69,6 +69,7 @@ def _line_names(report: "ProgramReport") -> LineNames:
     """Short names of all lines that a report names."""
     sites = [site for r in report.reshards for site in (r.made, r.used) if site is not None]
     sites += [whole.site for whole in report.whole]
+    sites += [unmapped.sites[0] for unmapped in report.unmapped]
     lines = [site.line for site in sites]
     lines += [task.origin for task in report.tasks]
     lines += [line for code in report.code for line in code.lines]

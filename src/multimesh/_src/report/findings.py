@@ -30,6 +30,7 @@ def find_findings(report: "ProgramReport", lines: LineNames) -> tuple[Finding, .
     """Returns what to look at, in the order of importance."""
     return (
         *_registrations(report, lines),
+        *_unmapped(report, lines),
         *_idle(report),
         *_whole(report, lines),
         *_loops(report, lines),
@@ -62,6 +63,17 @@ def _registrations(report: "ProgramReport", lines: LineNames) -> Iterator[Findin
                 r"let the matcher take all digits of a number, as `layer\d+` does.",
             )
             yield Finding("no match", text, ways)
+
+
+def _unmapped(report: "ProgramReport", lines: LineNames) -> Iterator[Finding]:
+    if report.unmapped:
+        names = [f"`{u.name}` in {u.sites[0].text(lines)}" for u in report.unmapped]
+        text = f"sharding constraints name axes that no task maps: {_listed(names)}."
+        ways = (
+            "name an axis of the mesh, or map the name, by `Task(logical_axes=...)`; that may be "
+            "right for dims that shall stay whole.",
+        )
+        yield Finding("not sharded", text, ways)
 
 
 def _idle(report: "ProgramReport") -> Iterator[Finding]:

@@ -14,7 +14,12 @@ from multimesh._src.jax_compat.name_stack import source_line
 from multimesh._src.partition.backward import CONTRACTIONS
 from multimesh._src.partition.pipeline import Partitioned
 from multimesh._src.report.arguments import ArgumentReport, report_arguments
-from multimesh._src.report.code import find_unmatched, find_whole, report_registrations
+from multimesh._src.report.code import (
+    find_unmapped,
+    find_unmatched,
+    find_whole,
+    report_registrations,
+)
 from multimesh._src.report.flops import flops_of
 from multimesh._src.report.labels import Units, find_units
 from multimesh._src.report.memory import held_bytes
@@ -57,6 +62,7 @@ def make_report(traced: TracedFunction, partitioned: Partitioned) -> ProgramRepo
         loops=tuple(_loop(loop, partitioned, labels) for loop in all_loops(program.steps)),
         code=find_unmatched(program, origins, traced.matcher, labels),
         registrations=report_registrations(traced, origins.flat.steps),
+        unmapped=find_unmapped(program, origins),
         whole=find_whole(program, origins, traced),
         num_executables=len({unit.first.executable for unit in units.units}),
         num_bodies=len({id(plan.executables[u.first.executable].body) for u in units.units}),

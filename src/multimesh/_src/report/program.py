@@ -10,7 +10,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from multimesh._src.partition.stacks.facts import StackFacts
 from multimesh._src.report import explain
 from multimesh._src.report.arguments import ArgumentReport
-from multimesh._src.report.code import CodeReport, RegistrationReport, WholeReport
+from multimesh._src.report.code import CodeReport, RegistrationReport, UnmappedReport, WholeReport
 from multimesh._src.report.traffic import Reshard
 from multimesh._src.schedule.simulate import Simulation
 
@@ -135,6 +135,7 @@ class ProgramReport:
         loops: The loops that were cut.
         code: What became of code in no registered scope.
         registrations: What the registered matchers matched.
+        unmapped: Names in sharding constraints that no task maps to a mesh axis.
         whole: Control flow over several submeshes that was not cut.
         num_executables: Distinct programs that are compiled.
         num_bodies: Distinct programs, if those on several submeshes count once.
@@ -153,6 +154,7 @@ class ProgramReport:
     loops: tuple[LoopReport, ...]
     code: tuple[CodeReport, ...]
     registrations: tuple[RegistrationReport, ...]
+    unmapped: tuple[UnmappedReport, ...]
     whole: tuple[WholeReport, ...]
     num_executables: int
     num_bodies: int
