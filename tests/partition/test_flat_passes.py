@@ -7,13 +7,25 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import PartitionSpec as P
 
 from multimesh._src.frontend.microbatching import microbatch
+from multimesh._src.ir.constraint import constraint_p
 from multimesh._src.ir.flat import Lit, all_equations
 from multimesh._src.jax_compat import name_stack
 from multimesh._src.partition.batches import Batch, store_microbatch_major
+from multimesh._src.partition.inline import inline
 from multimesh._src.partition.prune import prune, trim
-from tests.partition.programs import inlined, loops, named, primitives, simplified, zeros
+from multimesh._src.partition.seeds import Seeds
+from tests.partition.programs import (
+    inlined,
+    loops,
+    named,
+    primitives,
+    simplified,
+    traced,
+    zeros,
+)
 from tests.programs.plainly import check, layer, normal, pipeline, weights
 
 SQUARE = zeros(8, 8)
@@ -260,23 +272,48 @@ def microbatched(dim: int, read_twice: bool = False) -> Any:
     return step
 
 
+def stored_batches(function: Any, *args: Any) -> Any:
+    """The program before and after batches are stored, the function after, and the batches."""
+    found = traced(pipeline(2), function, *args)
+    flat = inline(found, Seeds(found.matcher))
+    return flat, *store_microbatch_major(flat, found)
+
+
 @pytest.mark.parametrize("dim", [0, 1])
 def test_a_batch_that_only_the_loop_reads_is_stored_microbatch_major(dim: int) -> None:
     shape = (6, 8) if dim == 0 else (8, 6)
     args = ([SQUARE, zeros(8, 8)], zeros(*shape))
-    flat = inlined(pipeline(2), microbatched(dim), *args)
-    stored, batches = store_microbatch_major(flat)
+    flat, stored, function, batches = stored_batches(microbatched(dim), *args)
     assert batches == {2: Batch(3, dim)}
     assert stored.avals[stored.arguments[2]].shape == (3, 2, 8) if dim == 0 else (3, 8, 2)
     assert "reshape" not in primitives(stored.steps)
     assert stored.arguments[:2] == flat.arguments[:2]
+    assert [argument.index for argument in function.arguments] == [0, 1, 2]
 
 
-def test_a_batch_that_is_read_otherwise_stays_as_it_is() -> None:
+def test_a_batch_that_is_also_read_whole_is_taken_twice() -> None:
     args = ([SQUARE, SQUARE], zeros(6, 8))
-    flat = inlined(pipeline(2), microbatched(0, read_twice=True), *args)
-    stored, batches = store_microbatch_major(flat)
-    assert (stored, batches) == (flat, {})
+    flat, stored, function, batches = stored_batches(microbatched(0, read_twice=True), *args)
+    assert batches == {3: Batch(3, 0)}
+    assert stored.arguments[:3] == flat.arguments
+    assert [argument.index for argument in function.arguments] == [0, 1, 2, 2]
+    assert "reshape" not in primitives(stored.steps)
+
+
+def test_loops_that_cut_alike_share_one_form_of_a_batch() -> None:
+    def step(params: Any, x: Any) -> Any:
+        def total(size: int, x: Any) -> Any:
+            return microbatch(lambda p, b: two_layers(p, b).sum(), 0, size, argnum=1)(params, x)
+
+        constrained = lax.with_sharding_constraint(x, P("data"))
+        return total(2, x) + total(2, constrained), total(3, constrained), constrained
+
+    args = ([SQUARE, SQUARE], zeros(6, 8))
+    _, stored, function, batches = stored_batches(step, *args)
+    assert batches == {3: Batch(3, 0), 4: Batch(2, 0)}
+    assert [argument.index for argument in function.arguments] == [0, 1, 2, 2, 2]
+    constraints = [e for e in all_equations(stored.steps) if e.eqn.primitive is constraint_p]
+    assert [len(e.eqn.params["dims"]) for e in constraints] == [2, 3, 3]
 
 
 def test_a_reshape_of_the_users_own_is_no_batch() -> None:
@@ -286,8 +323,8 @@ def test_a_reshape_of_the_users_own_is_no_batch() -> None:
 
         return lax.scan(body, jnp.zeros((2, 8)), x.reshape(3, 2, 8))[0]
 
-    flat = inlined(pipeline(2), step, [SQUARE, SQUARE], zeros(6, 8))
-    assert store_microbatch_major(flat)[1] == {}
+    flat, stored, _, batches = stored_batches(step, [SQUARE, SQUARE], zeros(6, 8))
+    assert (stored, batches) == (flat, {})
 
 
 def test_constants_are_taken_once() -> None:

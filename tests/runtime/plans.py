@@ -53,7 +53,7 @@ class PlanBuilder:
     ) -> int:
         slot = self.slot(shape, place, spec, name)
         index = len(self.inputs)
-        self.inputs.append(Input(index, name, (slot,), donated, microbatches, dim))
+        self.inputs.append(Input(index, index, name, (slot,), donated, microbatches, dim))
         return slot
 
     def constant(self, value: Any, place: Submesh, spec: PartitionSpec = REPLICATED) -> int:

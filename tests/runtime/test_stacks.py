@@ -32,7 +32,7 @@ def make_step(*, donated: bool = False, returns_argument: bool = False) -> Compi
     batch = builder.argument("batch", (8,), places[0])
     slots = [builder.slot((2, 8), place, P(None, "data")) for place in places]
     builder.inputs += [
-        Input(1 + k, f"w[{2 * k}:{2 * k + 2}]", (slot,), donated, block=block, shift=k)
+        Input(1 + k, 1, f"w[{2 * k}:{2 * k + 2}]", (slot,), donated, block=block)
         for k, (slot, block) in enumerate(zip(slots, blocks, strict=True))
     ]
     (first,) = builder.task("add", lambda x: (x + 1,), places[0], [batch])

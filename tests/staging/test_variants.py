@@ -127,6 +127,6 @@ def test_sharding_of_a_batch_as_the_user_holds_it(whole: Mesh) -> None:
         "batch",
     )
     plan = Plan((stored,), (), (), (), (), ())
-    entry = Input(0, "batch", (0,), False, microbatches=4, dim=1)
+    entry = Input(0, 0, "batch", (0,), False, microbatches=4, dim=1)
     assert user_sharding(plan, entry) == NamedSharding(submesh, P(None, "data", "model"))
-    assert user_sharding(plan, Input(0, "x", (), False)) is None
+    assert user_sharding(plan, Input(0, 0, "x", (), False)) is None

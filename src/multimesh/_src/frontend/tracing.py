@@ -46,11 +46,12 @@ from multimesh._src.jax_compat import avals, jaxprs, jit_hook
 class Argument:
     """One flat argument.
 
-    `placement` is where a committed array lies. `spec` is the layout that is asked for: by
-    in_shardings, or by an array that lies on the whole global mesh. `memory_kind` is the memory
-    that it lies in, None for the default one.
+    `index` is its position among the caller's flat arguments. `placement` is where a committed
+    array lies. `spec` is the layout that is asked for: by in_shardings, or by an array that lies on
+    the whole global mesh. `memory_kind` is the memory that it lies in, None for the default one.
     """
 
+    index: int
     name: str
     aval: jax.ShapeDtypeStruct
     placement: NamedSharding | None
@@ -349,13 +350,13 @@ def flat_arguments(
         )
     ]
     return tuple(
-        argument(name, leaf, donated, want, global_mesh)
-        for (name, leaf, donated), want in zip(flat, wanted, strict=True)
+        argument(index, name, leaf, donated, want, global_mesh)
+        for index, ((name, leaf, donated), want) in enumerate(zip(flat, wanted, strict=True))
     )
 
 
 def argument(
-    name: str, leaf: Any, donated: bool, want: Wanted, global_mesh: Mesh | None
+    index: int, name: str, leaf: Any, donated: bool, want: Wanted, global_mesh: Mesh | None
 ) -> Argument:
     """Returns one flat argument; what `want` asks for beats where the array lies."""
     placement, spec, memory_kind = want.placement, want.spec, want.memory_kind
@@ -363,7 +364,7 @@ def argument(
         placement, memory_kind = placement_of(leaf), memory_of(leaf)
     if placement is not None and placement.mesh == global_mesh:
         placement, spec = (None if want.is_given else placement), placement.spec
-    return Argument(name, plain_aval(leaf), placement, spec, donated, memory_kind)
+    return Argument(index, name, plain_aval(leaf), placement, spec, donated, memory_kind)
 
 
 def placement_of(leaf: Any) -> NamedSharding | None:

@@ -118,29 +118,24 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """A flat argument of the step, or a block of one: the slots that it fills at a call.
+    """A flat argument of the step, a block or another form of one: the slots that it fills.
 
     `slots` has one entry per sharding in which the argument itself is wanted at call time (usually
     one). `microbatches` > 0 says that the array is wanted microbatch-major: `[B, ...]` cut along
     dim `dim` is stored as `[microbatches, ..., B / microbatches, ...]`: a new dim in front, and the
     rows of one microbatch where the cut dim was.
-    An unused argument has no slots. `block` says that it is a part of the `argument`-th one, and
-    `shift` how many more blocks than arguments stand before it.
+    An unused argument has no slots. `block` says that it is a part of the `argument`-th one.
+    Entries without blocks for one argument are its forms: whole, and cut in one way or another.
     """
 
-    index: int  # position among the flat arguments, each block counted
+    index: int  # position in the plan's inputs
+    argument: int  # position among the caller's flat arguments
     name: str  # the user's name, as `state['params'][0]`
     slots: tuple[Slot, ...]
     donated: bool
     microbatches: int = 0
     dim: int = 0
     block: Block | None = None
-    shift: int = 0
-
-    @property
-    def argument(self) -> int:
-        """Position among the caller's flat arguments."""
-        return self.index - self.shift
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,18 +5,30 @@
     loop i < 4: x = slice a i ; ...                  loop i < 4: x = slice batch i ; ...
 
 A contiguous slice of a sharded dim lies on few shards; with the microbatch dim in front and the
-size dim sharded, every slice is spread over all of them (R10). Host arrays arrive in this
-form at no cost. An argument that is also read in another way stays as it is.
+size dim sharded, every slice is spread over all of them (R10). Host arrays arrive in this form at
+no cost. An argument that is read in several forms, cut or whole, is taken once in each: no program
+could make one sharded form of the other without sending it.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from multimesh._src.frontend.markers import microbatch_marker
+from multimesh._src.frontend.tracing import TracedFunction
 from multimesh._src.ir.constraint import constraint_p
-from multimesh._src.ir.flat import Equation, FlatProgram, Lit, Loop, Step, Var, step_inputs
+from multimesh._src.ir.flat import (
+    Equation,
+    FlatProgram,
+    Lit,
+    Loop,
+    Step,
+    Var,
+    step_inputs,
+    substitute,
+)
 from multimesh._src.jax_compat import jaxprs
+from multimesh._src.partition.inline import last_serial
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,72 +39,124 @@ class Batch:
     dim: int
 
 
-def store_microbatch_major(program: FlatProgram) -> tuple[FlatProgram, dict[int, Batch]]:
-    """Returns the program and how each changed argument, by position, is stored."""
-    users: dict[Var, list[Step]] = {}
-    for step in program.steps:
-        for var in dict.fromkeys(v for v in step_inputs(step) if not isinstance(v, Lit)):
-            users.setdefault(var, []).append(step)
-    avals = dict(program.avals)
+def store_microbatch_major(
+    program: FlatProgram, traced: TracedFunction
+) -> tuple[FlatProgram, TracedFunction, dict[int, Batch]]:
+    """Returns the program, the function, and how the arguments that are cut are stored.
+
+    Batches are given by position. Where an argument is read in several forms, further arguments
+    stand behind all others: the caller's argument `Argument.index` in another form.
+    """
+    reads = _Reads(program)
+    storer = _Storer(dict(program.avals), num_steps=last_serial(program.steps) + 1)
     arguments = list(program.arguments)
-    replaced: dict[int, Equation | None] = {}
+    described = list(traced.arguments)
     batches: dict[int, Batch] = {}
-    results = {operand for operand in program.results if not isinstance(operand, Lit)}
     for position, argument in enumerate(program.arguments):
-        chain = _chain_to_loop(argument, users, results)
-        cut = _cut_of(chain, program) if chain else None
-        if cut is None:
-            continue
-        batches[position] = cut
-        arguments[position] = _store(chain, avals, replaced)
-    steps = tuple(
-        kept
-        for step in program.steps
-        if (kept := replaced.get(step.serial, step) if isinstance(step, Equation) else step)
+        cuts, is_read_whole = reads.cuts_of(argument)
+        forms: dict[Batch, Var] = {}
+        for cut in cuts:
+            if cut.batch not in forms:
+                forms[cut.batch] = storer.new(storer.avals[cut.slices])
+            storer.store(cut, forms[cut.batch])
+        for number, (batch, form) in enumerate(forms.items()):
+            if number == 0 and not is_read_whole:
+                batches[position] = batch
+                arguments[position] = form
+                continue
+            batches[len(arguments)] = batch
+            arguments.append(form)
+            described.append(traced.arguments[position])
+    stored = replace(
+        program,
+        avals=storer.avals,
+        arguments=tuple(arguments),
+        steps=storer.rewritten(program.steps),
     )
-    stored = replace(program, avals=avals, arguments=tuple(arguments), steps=steps)
-    return stored, batches
+    return stored, replace(traced, arguments=tuple(described)), batches
 
 
-def _chain_to_loop(
-    argument: Var, users: dict[Var, list[Step]], results: set[Var]
-) -> tuple[Equation, ...]:
-    """The constraints, reshape and transpose between an argument and its loop."""
-    chain: list[Equation] = []
-    var = argument
-    while len(users.get(var, ())) == 1 and var not in results:
-        (user,) = users[var]
-        if isinstance(user, Loop) or not _is_preparation(user):
-            break
-        chain.append(user)
-        (var,) = user.outputs
-    return tuple(chain)
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """One way from an argument to its slices.
+
+    `chain` has the constraints, the reshape and the transpose in between; those from `start` on
+    lead nowhere else.
+    """
+
+    chain: tuple[Equation, ...]
+    start: int
+    batch: Batch
+
+    @property
+    def slices(self) -> Var:
+        return self.chain[-1].outputs[0]
 
 
-def _is_preparation(equation: Equation) -> bool:
-    if equation.eqn.primitive is constraint_p:
+class _Reads:
+    """Who reads the variables outside of loops, and how arguments are cut."""
+
+    def __init__(self, program: FlatProgram) -> None:
+        self._avals = program.avals
+        self._results = {operand for operand in program.results if not isinstance(operand, Lit)}
+        self._users: dict[Var, list[Step]] = {}
+        for step in program.steps:
+            for var in dict.fromkeys(v for v in step_inputs(step) if not isinstance(v, Lit)):
+                self._users.setdefault(var, []).append(step)
+
+    def cuts_of(self, argument: Var) -> tuple[list[_Cut], bool]:
+        """The cuts of an argument, and whether it is also read in another way."""
+        cuts: list[_Cut] = []
+        is_read_whole = False
+        todo: list[tuple[Var, tuple[Equation, ...]]] = [(argument, ())]
+        while todo:
+            var, constraints = todo.pop()
+            is_read_whole |= var in self._results
+            for user in self._users.get(var, ()):
+                if isinstance(user, Equation) and user.eqn.primitive is constraint_p:
+                    todo.append((user.outputs[0], (*constraints, user)))
+                    continue
+                chain = (*constraints, *self._preparations(user))
+                batch = self._batch_of(chain, len(constraints))
+                if batch is None:
+                    is_read_whole = True
+                else:
+                    cuts.append(_Cut(chain, len(constraints), batch))
+        return cuts, is_read_whole
+
+    def _preparations(self, user: Step) -> Iterator[Equation]:
+        """What `microbatch` does with a batch, as far as nothing else reads what it makes."""
+        while _is_preparation(user):
+            yield user
+            (var,) = user.outputs
+            users = self._users.get(var, ())
+            if len(users) != 1 or var in self._results:
+                return
+            (user,) = users
+
+    def _batch_of(self, chain: Sequence[Equation], start: int) -> Batch | None:
+        if len(chain) == start or chain[start].primitive != "reshape":
+            return None
+        reshape, rest = chain[start], chain[start + 1 :]
+        marker = next(m for c in reshape.scope.markers if (m := microbatch_marker(c)))
+        transposes = [equation for equation in rest if equation.primitive == "transpose"]
+        if len(transposes) > 1 or any(equation.primitive == "reshape" for equation in rest):
+            return None
+        dim = transposes[0].eqn.params["permutation"][0] if transposes else 0
+        before = self._avals[_operand(reshape)].shape
+        wanted = (*before[:dim], marker.num_microbatches, marker.size, *before[dim + 1 :])
+        if tuple(reshape.eqn.params["new_sizes"]) != wanted:
+            return None
+        return Batch(marker.num_microbatches, dim)
+
+
+def _is_preparation(step: Step) -> bool:
+    if isinstance(step, Loop):
+        return False
+    if step.eqn.primitive is constraint_p:
         return True
-    marked = any(microbatch_marker(marker) for marker in equation.scope.markers)
-    return marked and equation.primitive in ("reshape", "transpose")
-
-
-def _cut_of(chain: Sequence[Equation], program: FlatProgram) -> Batch | None:
-    reshapes = [equation for equation in chain if equation.primitive == "reshape"]
-    if len(reshapes) != 1:
-        return None
-    (reshape,) = reshapes
-    marker = next(m for c in reshape.scope.markers if (m := microbatch_marker(c)))
-    transposes = [equation for equation in chain if equation.primitive == "transpose"]
-    if len(transposes) > 1 or any(
-        eq.primitive == "reshape" for eq in chain[chain.index(reshape) + 1 :]
-    ):
-        return None
-    dim = transposes[0].eqn.params["permutation"][0] if transposes else 0
-    before = program.avals[_operand(reshape)].shape
-    wanted = (*before[:dim], marker.num_microbatches, marker.size, *before[dim + 1 :])
-    if tuple(reshape.eqn.params["new_sizes"]) != wanted:
-        return None
-    return Batch(marker.num_microbatches, dim)
+    marked = any(microbatch_marker(marker) for marker in step.scope.markers)
+    return marked and step.primitive in ("reshape", "transpose")
 
 
 def _operand(equation: Equation) -> Var:
@@ -101,30 +165,53 @@ def _operand(equation: Equation) -> Var:
     return operand
 
 
-def _store(
-    chain: Sequence[Equation],
-    avals: dict[Var, Any],
-    replaced: dict[int, Equation | None],
-) -> Var:
-    """Notes what becomes of the chain's equations, and returns the argument in its new form."""
-    last = chain[-1].outputs[0]
-    replaced |= {equation.serial: None for equation in chain}
-    stored = last
-    for equation in reversed(chain):
-        if equation.eqn.primitive is not constraint_p:
-            continue
-        # the cut dim keeps its axes behind the new, unsharded dim in front
-        dims = equation.eqn.params["dims"]
-        if len(dims) < len(avals[last].shape):
-            dims = ((), *dims)
-        params = {**equation.eqn.params, "dims": dims}
-        new = len(avals)
-        avals[new] = avals[last]
-        replaced[equation.serial] = replace(
-            equation,
-            eqn=jaxprs.replace_eqn(equation.eqn, params=params),
-            inputs=(new,),
-            outputs=(stored,),
+@dataclass(slots=True)
+class _Storer:
+    """Rewrites a program so that slices are cut from arguments in their new forms."""
+
+    avals: dict[Var, Any]
+    num_steps: int
+    replaced: dict[int, tuple[Equation, ...]] = field(default_factory=dict)
+    alias: dict[Var, Var] = field(default_factory=dict)
+
+    def new(self, aval: Any) -> Var:
+        """A new variable."""
+        var = len(self.avals)
+        self.avals[var] = aval
+        return var
+
+    def store(self, cut: _Cut, form: Var) -> None:
+        """Notes that the slices of a cut come from `form`, under the constraints on the way."""
+        constraints = [eqn for eqn in cut.chain if eqn.eqn.primitive is constraint_p]
+        made: list[Equation] = []
+        aval = self.avals[cut.slices]
+        for number, equation in enumerate(constraints, 1):
+            # the cut dim keeps its axes behind the new, unsharded dim in front
+            dims = equation.eqn.params["dims"]
+            dims = dims if len(dims) == len(aval.shape) else ((), *dims)
+            eqn = jaxprs.replace_eqn(equation.eqn, params={**equation.eqn.params, "dims": dims})
+            after = cut.slices if number == len(constraints) else self.new(aval)
+            inputs, outputs = (form,), (after,)
+            made.append(
+                replace(equation, serial=self.num_steps, eqn=eqn, inputs=inputs, outputs=outputs)
+            )
+            self.num_steps += 1
+            form = after
+        if not constraints:
+            self.alias[cut.slices] = form
+        # Constraints that other readers share stay; without any they are dead.
+        self.replaced |= {equation.serial: () for equation in cut.chain[cut.start :]}
+        self.replaced[cut.chain[-1].serial] = tuple(made)
+
+    def rewritten(self, steps: tuple[Step, ...]) -> tuple[Step, ...]:
+        """The program outside of loops with what was noted."""
+        if not self.replaced:
+            return steps
+        kept = (
+            new
+            for step in steps
+            for new in (
+                self.replaced.get(step.serial, (step,)) if isinstance(step, Equation) else (step,)
+            )
         )
-        stored = new
-    return stored
+        return substitute(tuple(kept), self.alias)

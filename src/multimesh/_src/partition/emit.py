@@ -52,8 +52,9 @@ Place: TypeAlias = tuple[int, PartitionSpec, str | None]
 
 @dataclass(frozen=True, slots=True)
 class ArgumentInfo:
-    """What the plan says of an argument, or of a block of one."""
+    """What the plan says of an argument, or of a block or form of the `argument`-th one."""
 
+    argument: int
     name: str
     donated: bool
     batch: Batch | None
@@ -265,7 +266,7 @@ class Emitter:
         slots = [*starts, *outside.inputs.values()]
         donated += [False] * len(outside.inputs)
         inputs = tuple(
-            Input(position, inner.slots[slot].label, (slot,), given)
+            Input(position, position, inner.slots[slot].label, (slot,), given)
             for position, (slot, given) in enumerate(zip(slots, donated, strict=True))
         )
         return _Body(inner.finish(inputs, outputs), carried, tuple(outside.inputs))
@@ -415,10 +416,7 @@ def _targets(
 
 
 def _inputs(arguments: Sequence[ArgumentInfo], emitter: Emitter) -> Iterator[Input]:
-    shift = 0
     for index, (var, info) in enumerate(zip(emitter.program.arguments, arguments, strict=True)):
-        block, batch = info.block, info.batch
-        shift += block is not None and block.number > 0
         slots = (emitter.input_slots[var],) if var in emitter.input_slots else ()
-        cut = (0, 0) if batch is None else (batch.microbatches, batch.dim)
-        yield Input(index, info.name, slots, info.donated, *cut, block, shift)
+        cut = (0, 0) if info.batch is None else (info.batch.microbatches, info.batch.dim)
+        yield Input(index, info.argument, info.name, slots, info.donated, *cut, info.block)

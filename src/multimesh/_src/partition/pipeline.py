@@ -150,7 +150,7 @@ def _flatten(driver: _Driver) -> Stacks:
     flat = inline(driver.traced, driver.seeds)
     driver.show("inline", text.print_flat, flat)
     # While the batch is still cut by one visible reshape, take it as the form to store.
-    flat, batches = store_microbatch_major(flat)
+    flat, traced, batches = store_microbatch_major(flat, driver.traced)
     # What nobody reads must not get a vote on placement.
     flat = prune(trim(flat))
     # Counters and invariants leave the loops before placement, or they would tie stages together.
@@ -160,10 +160,10 @@ def _flatten(driver: _Driver) -> Stacks:
     flat = merge_transposes(flat)
     # In one loop a backward branch reads what its forward one made, whatever autodiff joined.
     flat = prune(read_own_options(flat))
-    flat = keep_weak_types(flat, driver.traced, driver.seeds)
+    flat = keep_weak_types(flat, traced, driver.seeds)
     driver.show("simplify_loops", text.print_flat, flat)
     # Stacks are split before anything is placed: a stack has no place, its blocks have.
-    stacks = split_stacks(flat, driver.traced, driver.seeds, batches)
+    stacks = split_stacks(flat, traced, driver.seeds, batches)
     driver.show("split_stacks", text.print_flat, stacks.program)
     return stacks
 

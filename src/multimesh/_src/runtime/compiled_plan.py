@@ -128,13 +128,13 @@ class CompiledPlan:
     def input_shardings(self) -> tuple[Sharding | None, ...]:
         """Per flat argument where the step takes it without moving it; None if it is unused.
 
-        An argument wanted in several places is listed with the first. For batches that the step
-        stores microbatch-major it is the sharding of `[microbatches, size, ...]`.
+        An argument wanted in several places or forms is listed with the first. For batches that the
+        step stores microbatch-major it is the sharding of `[microbatches, size, ...]`.
         """
         plan = self.buffered.plan
         found: dict[int, Sharding] = {}
         for entry in plan.inputs:
-            if entry.slots:
+            if entry.slots and entry.argument not in found:
                 sharding = plan.slots[entry.slots[0]].sharding
                 block = entry.block
                 found[entry.argument] = (

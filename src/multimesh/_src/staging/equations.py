@@ -131,7 +131,7 @@ class EquationRunner:
         names = tuple(f"result[{i}]" for i in range(len(jaxpr.out_avals)))
         plain = PlainTrace(self._binding.name, jaxpr, None, names, ())
         arguments = tuple(
-            argument(f"argument[{i}]", leaf, False, Wanted(), surroundings.global_mesh)
+            argument(i, f"argument[{i}]", leaf, False, Wanted(), surroundings.global_mesh)
             for i, leaf in enumerate(leaves)
         )
         results = tuple(

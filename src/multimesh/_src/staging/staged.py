@@ -88,7 +88,8 @@ def input_shardings(plan: Plan, num_arguments: int) -> tuple[NamedSharding | Non
     found: list[NamedSharding | None] = [None] * num_arguments
     for entry in plan.inputs:
         sharding = user_sharding(plan, entry)
-        if sharding is not None:  # not all blocks of a stack are used
+        # not all blocks of a stack are used, and further forms come last
+        if sharding is not None and found[entry.argument] is None:
             found[entry.argument] = sharding
     return tuple(found)
 

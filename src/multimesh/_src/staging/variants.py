@@ -74,7 +74,7 @@ def takes_of_plan(plan: Plan, traced: TracedFunction, matched: bool) -> tuple[Ta
     takes: list[Taken | None] = [None] * len(traced.arguments)
     for entry in plan.inputs:
         sharding = user_sharding(plan, entry)
-        if sharding is not None:
+        if sharding is not None and takes[entry.argument] is None:
             argument = traced.arguments[entry.argument]
             placement = argument.placement
             lay_there = placement is not None and placement.device_set == sharding.device_set
