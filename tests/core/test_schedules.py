@@ -313,8 +313,7 @@ Schedule `zb-h2` cannot do `2` microbatches on `2` ranks: it needs `3` or more (
 ranks, less one).
 To mend it, either:
   1. change the number of microbatches.
-  2. use a schedule that takes any number: `"eager-1f1b"` with one stage a rank, `"looped-
-bfs"` with more, `"zb-v"` in the V placement.\
+  2. use `"eager-1f1b"`, which takes any number.\
 """)
 
 
@@ -327,8 +326,7 @@ rounds of `2`, which does not divide `5`; the nearest numbers that it can do are
 `6`.
 To mend it, either:
   1. change the number of microbatches.
-  2. use a schedule that takes any number: `"eager-1f1b"` with one stage a rank, `"looped-
-bfs"` with more, `"zb-v"` in the V placement.\
+  2. use `"looped-bfs"`, which takes any number.\
 """)
 
 
@@ -337,12 +335,15 @@ def test_another_placement():
     text = error_of(chain.train_step("zb-v"), cut, chain.make_multi_mesh(cut))
     assert text == snapshot("""\
 Schedule `zb-v` wants its stages on other ranks than the program has them.
-  the schedule: stages 0, 1, ... on ranks `[0, 1, 1, 0]`
-  the program:  stages 0, 1, ... on ranks `[0, 1, 0, 1]`
+    the schedule: stages 0, 1, ... on ranks `[0, 1, 1, 0]`
+    the program:  stages 0, 1, ... on ranks `[0, 1, 0, 1]`
+    stage 2 (`2`) lies on rank 0; the schedule wants it on rank 1
+    stage 3 (`3`) lies on rank 1; the schedule wants it on rank 0
 To mend it, either:
-  1. register the layers with the placement that the schedule wants (`placement="loop"` or
- `"v"`, `interleave=`).
-  2. use a schedule for the placement that the program has.\
+  1. use `"looped-bfs"`, or `"interleaved-1f1b"` where the ranks divide the number of \n\
+microbatches.
+  2. put the stages on the ranks that the schedule wants (`register_layers` does so for \n\
+layers with `interleave=2, placement="v"`).\
 """)
 
 
@@ -350,10 +351,16 @@ def test_one_chunk_schedules_on_several_stages_a_rank():
     cut = Cut(2, 2, num_microbatches=4)
     text = error_of(chain.train_step("1f1b"), cut, chain.make_multi_mesh(cut))
     assert text == snapshot("""\
-Schedule `1f1b` has one stage a rank, but there are `2` stages a rank.
+Schedule `1f1b` wants its stages on other ranks than the program has them.
+    the schedule: stages 0, 1, ... on ranks `[0, 1]`
+    the program:  stages 0, 1, ... on ranks `[0, 1, 0, 1]`
+    stage 2 (`2`) lies on rank 0 beside stage 0 (`0`); the schedule ends with stage 1
+    stage 3 (`3`) lies on rank 1 beside stage 1 (`1`); the schedule ends with stage 1
 To mend it, either:
-  1. use `"interleaved-1f1b"` or `"looped-bfs"`, which take any number of stages a rank.
-  2. put one stage on each rank.\
+  1. use `"looped-bfs"`, or `"interleaved-1f1b"` where the ranks divide the number of \n\
+microbatches.
+  2. put the stages on the ranks that the schedule wants (`register_layers` does so for \n\
+layers with `interleave=1`).\
 """)
 
 

@@ -4,6 +4,7 @@ import pytest
 
 from multimesh._src.errors import ScheduleError
 from multimesh._src.schedule.actions import Kind, parse_rows
+from multimesh._src.schedule.before import before
 from multimesh._src.schedule.check import check
 from multimesh._src.schedule.graph import Edge, OutsideTask, Part, StageGraph, check_graph, fit
 from multimesh._src.schedule.make import make_schedule
@@ -63,6 +64,50 @@ def test_deadlock_through_a_task_outside_the_ranks():
     text = said("0F0 0F1\n1F1 1F0", graph)
     assert "rank 0 waits in `0F1` for `1F0`, which stands later on rank 1" in text
     assert "rank 1 waits in `1F1` for `0F1`, which stands later on rank 0" in text
+
+
+def numbered_backward():
+    """A chain whose stage 1 comes first, with a task outside the ranks between the stages."""
+    tower = OutsideTask("tower", 2)
+    f0, f1, b0, b1 = Part(F, 0), Part(F, 1), Part(BW, 0), Part(BW, 1)
+    needs = ((f1, tower), (tower, f0), (f0, b0), (f1, b1), (b0, b1))
+    edges = tuple(Edge(a, b, True) for a, b in needs)
+    return StageGraph((0, 1), (f0, f1, tower, b0, b1), edges, 2, ("stage=1", "stage=0"))
+
+
+@pytest.mark.parametrize("spec", ["1f1b", "zb-h1", None])
+def test_stages_that_are_numbered_against_the_dataflow(spec):
+    graph = numbered_backward()
+    schedule = make_schedule(spec, num_ranks=2, num_microbatches=2, graph=graph)
+    with pytest.raises(ScheduleError) as error:
+        check(schedule, graph)
+    assert str(error.value) == (
+        f"Schedule `{schedule.name}` wants stages that are numbered in the order of the forward "
+        "pass, but\n"
+        "  stage `1` (on stage=0) feeds stage `0` (on stage=1)\n"
+        "  stage `0` (on stage=1) feeds stage `1` (on stage=0) in the backward pass\n"
+        "To mend it, either:\n"
+        "  1. number the stages in the order of the forward pass (`Task(stage=)`).\n"
+        "  2. leave `Task.stage` out: the stages are then found in that order."
+    )
+
+
+def test_rows_by_hand_may_have_any_numbers():
+    graph = numbered_backward()
+    check(parse_schedule("0F0 0BW0\n1F0 1BW0"), graph)
+    assert "runs before" in said("0BW0 0F0\n1F0 1BW0", graph, 1)
+
+
+def test_a_made_schedule_that_cannot_run_does_not_speak_of_rows():
+    chain = StageGraph.chain(2, kinds=(F, BW))
+    carry = Edge(Part(BW, 0), Part(F, 0), distance=1)
+    graph = StageGraph(chain.placement, chain.nodes, (*chain.edges, carry), 2)
+    size = {"num_ranks": 2, "num_microbatches": 3, "graph": graph}
+    with pytest.raises(ScheduleError, match="runs before") as error:
+        check(make_schedule("1f1b", **size), graph)
+    assert "in the rows" not in str(error.value)
+    assert "schedules.before(lambda a, b: False)" in str(error.value)
+    check(make_schedule(before(lambda a, b: False), **size), graph)
 
 
 def test_ordered_carry():

@@ -8,10 +8,11 @@ import pytest
 from rich.console import Console
 
 from multimesh._src.errors import ScheduleError
+from multimesh._src.schedule.actions import Kind
 from multimesh._src.schedule.auto import Auto, auto
 from multimesh._src.schedule.compare import compare
 from multimesh._src.schedule.costs import Memory
-from multimesh._src.schedule.graph import OutsideTask, StageGraph
+from multimesh._src.schedule.graph import Edge, OutsideTask, Part, StageGraph
 from multimesh._src.schedule.grid import grid
 from multimesh._src.schedule.make import make_schedule
 from multimesh._src.schedule.rule import Request
@@ -139,6 +140,19 @@ def test_auto_when_nothing_fits():
         Auto(memory=Memory(residual=10), limit=5).make(Request(2, 4))
     assert "No built-in schedule does what is asked:" in str(error.value)
     assert "does not fit: rank `0` may hold `5` bytes." in str(error.value)
+
+
+def test_auto_takes_list_scheduling_where_no_built_in_schedule_fits():
+    choice = auto().choose(Request(num_ranks=3, num_microbatches=4, placement=(0, 1, 2, 1, 0)))
+    assert choice.reasons[0] == "`auto` chose `list`: the shortest of `10` candidates."
+
+
+def test_auto_fails_as_the_default_does():
+    graph = StageGraph.chain(2, 2, kinds=("F",))
+    back = Edge(Part(Kind.F, 2), Part(Kind.F, 0))
+    turned = StageGraph(graph.placement, graph.nodes, (back,), 2)
+    with pytest.raises(ScheduleError, match="in the order of the forward pass, but"):
+        make_schedule("auto", num_ranks=2, num_microbatches=4, graph=turned)
 
 
 def test_auto_on_the_programs_graph():

@@ -1,6 +1,9 @@
 """From what a user says to a schedule."""
 
+import textwrap
+
 import pytest
+from inline_snapshot import snapshot
 
 from multimesh._src.errors import ScheduleError
 from multimesh._src.schedule.actions import Kind
@@ -9,7 +12,7 @@ from multimesh._src.schedule.check import check
 from multimesh._src.schedule.graph import Part, StageGraph
 from multimesh._src.schedule.make import make_schedule, schedule_names
 from multimesh._src.schedule.placement import looped, v_shaped
-from multimesh._src.schedule.rule import Request, Shape
+from multimesh._src.schedule.rule import Shape
 from multimesh._src.schedule.zb_v import zb_v
 
 F, B, W, BW = Kind
@@ -190,9 +193,85 @@ def test_ready_schedules_of_another_size():
     assert "has `6` microbatches, but the program has `5`" in refused(schedule, num_microbatches=5)
 
 
-def test_a_stage_behind_the_layers_is_named_with_its_rank():
-    request = Request(num_ranks=2, num_microbatches=4, placement=(0, 1, 1, 0, 1))
+def refused_on(spec, placement, names=None):
+    num_ranks = len(set(placement))
     with pytest.raises(ScheduleError) as caught:
-        zb_v.make(request)
-    assert "not `3`" in str(caught.value)
-    assert str(caught.value).endswith("ranks are: rank 0: 0, 3; rank 1: 1, 2, 4.")
+        make_schedule(
+            spec, num_ranks=num_ranks, num_microbatches=4, placement=placement, names=names
+        )
+    return "\n".join(textwrap.fill(line, 95) for line in str(caught.value).splitlines())
+
+
+def test_a_stage_behind_the_layers_is_named_with_its_rank_and_where_it_belongs():
+    names = {
+        **{f"layer{i}:{kind}": Part(kind, i) for i in range(4) for kind in (F, BW)},
+        "out:F": Part(F, 4),
+        "loss": Part(F, 4),
+        "apart": None,
+    }
+    assert refused_on("zb-v", (0, 1, 1, 0, 1), names) == snapshot("""\
+Schedule `zb-v` wants its stages on other ranks than the program has them.
+    the schedule: stages 0, 1, ... on ranks `[0, 1, 1, 0]`
+    the program:  stages 0, 1, ... on ranks `[0, 1, 1, 0, 1]`
+    stage 4 (`out`, `loss`) lies on rank 1 beside stage 1 (`layer1`) and stage 2 (`layer2`);
+the schedule ends with stage 3
+To mend it, either:
+  1. name no schedule: the default is then list scheduling, which takes any placement.
+  2. put the tasks of stage 4 on rank 0, so that they join stage 3 (`layer3`).\
+""")
+
+
+def test_tasks_that_go_back_to_earlier_ranks_are_named():
+    names = {name: Part(F, i) for i, name in enumerate(("down0", "down1", "mid", "up1", "up0"))}
+    assert refused_on("1f1b", (0, 1, 2, 1, 0), names) == snapshot("""\
+Schedule `1f1b` wants its stages on other ranks than the program has them.
+    the schedule: stages 0, 1, ... on ranks `[0, 1, 2]`
+    the program:  stages 0, 1, ... on ranks `[0, 1, 2, 1, 0]`
+    stage 3 (`up1`) lies on rank 1 beside stage 1 (`down1`); the schedule ends with stage 2
+    stage 4 (`up0`) lies on rank 0 beside stage 0 (`down0`); the schedule ends with stage 2
+To mend it, either:
+  1. name no schedule: the default is then list scheduling, which takes any placement.
+  2. put the stages on the ranks that the schedule wants (`register_layers` does so for layers
+with `interleave=1`).\
+""")
+
+
+def test_a_stage_of_many_tasks_names_a_few():
+    names = {f"block{i}": (Part(F, 1), Part(BW, 1)) for i in range(5)}
+    text = refused_on("zb-v", (0, 1, 0, 1), names)
+    assert "stage 2 lies on rank 0; the schedule wants it on rank 1" in text
+    text = refused_on("looped-bfs", (0, 1, 1, 0), {"a": Part(F, 2), **names})
+    assert "stage 2 (`a`) lies on rank 1; the schedule wants it on rank 0" in text
+    text = refused_on("1f1b", (0, 1, 1), names)
+    assert "beside stage 1 (`block0`, `block1`, `block2` and 2 more)" in text
+
+
+PLACEMENTS = ((0, 1, 2, 1, 0), (0, 1, 0, 1, 2, 3, 2, 3), (0, 1, 1, 0, 1), (0, 1, 1, 0), (0, 1, 0))
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("rule", BUILT_IN, ids=lambda rule: rule.name)
+def test_what_an_error_recommends_fits_the_placement(rule, placement):
+    size = {"num_ranks": len(set(placement)), "num_microbatches": 12, "placement": placement}
+    try:
+        make_schedule(rule, **size)
+    except ScheduleError as error:
+        first = next(line for line in str(error).splitlines() if line.startswith("  1. "))
+        recommended = [name for name in schedule_names() if f'"{name}"' in first]
+        assert recommended or "name no schedule" in first
+        for spec in recommended or [None]:
+            make_schedule(spec, **size)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("spec", [None, "auto"])
+def test_the_default_and_auto_take_any_placement(spec, placement):
+    size = {"num_ranks": len(set(placement)), "num_microbatches": 3, "placement": placement}
+    check(make_schedule(spec, **size))
+
+
+def test_labels_of_the_ranks_are_those_of_the_graph():
+    chain = StageGraph.chain(2, placement=(0, 1, 1, 0, 1))
+    graph = StageGraph(chain.placement, chain.nodes, chain.edges, 2, ("stage=0", "stage=1"))
+    with pytest.raises(ScheduleError, match="put the tasks of stage 4 on stage=0"):
+        make_schedule("zb-v", num_ranks=2, num_microbatches=4, graph=graph)

@@ -5,7 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from multimesh._src.errors import ScheduleError, message
-from multimesh._src.schedule.built_in import BUILT_IN
+from multimesh._src.schedule.before import Before
+from multimesh._src.schedule.built_in import BUILT_IN, default_rule
 from multimesh._src.schedule.costs import (
     NO_MEMORY,
     UNIT,
@@ -88,14 +89,14 @@ class Auto:
             request = replace(request, num_chunks=1)  # schedules of other sizes do not compare
         reasons: list[str] = []
         fitting: list[Simulation] = []
-        for rule in BUILT_IN:
-            if rule.chunks == "any" and request.shape.num_chunks == 1:
-                continue  # with one stage a rank these are 1f1b and gpipe
+        default = default_rule(request)
+        for rule in _candidates(request, default):
             simulation, reason = self._tried(rule, request)
             reasons.append(f"`{rule.name}`: {reason}")
             if simulation is not None:
                 fitting.append(simulation)
         if not fitting:
+            self._simulated(default, request)  # where that one cannot run, its error says why
             what = "No built-in schedule does what is asked:\n" + "\n".join(reasons)
             ways = ["allow more memory", "change the number of microbatches or stages a rank"]
             raise ScheduleError(message(what, ways=ways))
@@ -104,15 +105,11 @@ class Auto:
         chosen = f"`auto` chose `{best.schedule.name}`: {why} of `{len(reasons)}` candidates."
         return Choice(best.schedule, best, (chosen, *reasons))
 
-    def _tried(self, rule: Rule, request: Request) -> tuple[Simulation | None, str]:
+    def _tried(self, rule: Rule | Before, request: Request) -> tuple[Simulation | None, str]:
         try:
-            schedule = rule.make(request)
+            simulation = self._simulated(rule, request)
         except ScheduleError as error:
             return None, f"not possible. {str(error).splitlines()[0]}"
-        graph = request.graphs[0] if request.graphs else None
-        simulation = simulate(
-            schedule, graph, costs=self.costs, latency=self.latency, memory=self.memory
-        )
         peaks = simulation.peaks
         most = max(peaks.num_bytes)
         told = (
@@ -124,6 +121,20 @@ class Auto:
             rank = peaks.num_bytes.index(most)
             return None, f"{told}; does not fit: rank `{rank}` may hold `{self.limit:g}` bytes."
         return simulation, f"{told}."
+
+    def _simulated(self, rule: Rule | Before, request: Request) -> Simulation:
+        graph = request.graphs[0] if request.graphs else None
+        return simulate(
+            rule.make(request), graph, costs=self.costs, latency=self.latency, memory=self.memory
+        )
+
+
+def _candidates(request: Request, default: Rule | Before) -> tuple[Rule | Before, ...]:
+    """The built-in schedules and, where it is none of them, the default."""
+    one_stage = request.shape.num_chunks == 1
+    # With one stage a rank those for any number of stages are 1f1b and gpipe.
+    built_in = tuple(rule for rule in BUILT_IN if not (one_stage and rule.chunks == "any"))
+    return built_in if default in BUILT_IN else (*built_in, default)
 
 
 def _badness(simulation: Simulation) -> tuple[float, float, int]:

@@ -1,13 +1,15 @@
-"""The built-in schedules by name."""
+"""The built-in schedules by name, and the one that a program gets if it names none."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from multimesh._src.schedule.before import Before
 from multimesh._src.schedule.dualpipe_v import dualpipe_v
 from multimesh._src.schedule.gpipe import gpipe
 from multimesh._src.schedule.interleaved import interleaved_1f1b
 from multimesh._src.schedule.looped_bfs import looped_bfs
 from multimesh._src.schedule.one_f_one_b import eager_1f1b, one_f_one_b
+from multimesh._src.schedule.placement import looped, v_shaped
 from multimesh._src.schedule.rule import AbstractRule, Request, Rule
 from multimesh._src.schedule.schedule import Schedule
 from multimesh._src.schedule.zb_h import zb_h1, zb_h2
@@ -49,3 +51,15 @@ BY_NAME: Mapping[str, AbstractRule] = {
     **{name: rule for rule in BUILT_IN for name in (rule.name, *rule.aliases)},
     **{rule.name: rule for rule in (wavefront, prefetch_wavefront)},
 }
+
+
+def default_rule(request: Request) -> Rule | Before:
+    """The schedule of a program that names none; there is one for every placement."""
+    shape = request.shape
+    loop = looped(shape.num_ranks, shape.num_chunks)
+    placement = request.placement or loop
+    if placement == loop[: len(placement)]:
+        if shape.num_chunks == 1:
+            return gpipe if request.forward_only else eager_1f1b
+        return looped_bfs if interleaved_1f1b.objection(shape) else interleaved_1f1b
+    return zb_v if placement == v_shaped(shape.num_ranks) else Before(name="list")

@@ -1,15 +1,27 @@
-"""Why a schedule does not run to its end: actions out of order, or ranks that wait in a circle."""
+"""Why a schedule does not run to its end.
+
+Stages that are numbered against the dataflow, actions out of order, or ranks that wait in a circle.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from multimesh._src.errors import MAX_PROBLEMS, listed, message
+from multimesh._src.schedule.actions import Kind
 from multimesh._src.schedule.engine import Trace
 from multimesh._src.schedule.expand import Expanded
-from multimesh._src.schedule.graph import OutsideTask
+from multimesh._src.schedule.graph import OutsideTask, Part
 from multimesh._src.schedule.window import window
 
-_WAY = "let every action stand after all that it needs, in the rows of all ranks"
+_ROWS = "let every action stand after all that it needs, in the rows of all ranks"
+_MADE = (
+    "use `multimesh.jax.schedules.before(lambda a, b: False)`, which orders the actions by what "
+    "they need"
+)
+_NUMBERS = (
+    "number the stages in the order of the forward pass (`Task(stage=)`)",
+    "leave `Task.stage` out: the stages are then found in that order",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +53,12 @@ class _Explainer:
         self.above: dict[int, frozenset[int]] = {}
 
     def explain(self) -> str:
+        name = self.expanded.schedule.name
+        by_hand = name == "custom"
+        turned = [] if by_hand else list(self.turned())
+        if turned:
+            what = "wants stages that are numbered in the order of the forward pass, but"
+            return message(f"Schedule `{name}` {what}\n{listed(turned)}", ways=_NUMBERS)
         swapped = list(self.swapped())
         if swapped:
             lines, first = [text for text, _ in swapped], swapped[0][1]
@@ -49,7 +67,37 @@ class _Explainer:
             lines, first = self.circle()
             what = "\n".join(["The schedule deadlocks:", *lines])
         grid = window(self.expanded.schedule, self.graph, first.row, first.position)
-        return message(what, window=grid, ways=[_WAY])
+        return message(what, window=grid, ways=[_ROWS if by_hand else _MADE])
+
+    def turned(self) -> Iterator[str]:
+        """Stages that feed one of a lower number: of a higher one where values flow backward."""
+        for node, target in enumerate(self.graph.nodes):
+            for source in self.parts_above(node):
+                if not isinstance(target, Part) or source.kind is not target.kind:
+                    continue
+                first, last = source.stage, target.stage
+                if first < last if target.kind is not Kind.F else first > last:
+                    backward = "" if target.kind is Kind.F else " in the backward pass"
+                    yield f"  {self.stage(first)} feeds {self.stage(last)}{backward}"
+
+    def stage(self, number: int) -> str:
+        return f"stage `{number}` (on {self.graph.label(self.graph.placement[number])})"
+
+    def parts_above(self, node: int) -> list[Part]:
+        """The actions of the same microbatch that a node needs directly or by outside tasks."""
+        found: list[Part] = []
+        seen: set[int] = set()
+        todo = [node]
+        while todo:
+            direct = {n for n, distance in self.needs[todo.pop()] if distance == 0} - seen
+            seen |= direct
+            for number in sorted(direct):
+                source = self.graph.nodes[number]
+                if isinstance(source, Part):
+                    found.append(source)
+                else:
+                    todo.append(number)
+        return found
 
     def swapped(self) -> Iterator[tuple[str, _Place]]:
         """Actions that stand before something of their own row that they need, over any path."""

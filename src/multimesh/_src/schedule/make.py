@@ -6,18 +6,12 @@ from typing import TypeAlias
 from multimesh._src.errors import ScheduleError, message
 from multimesh._src.schedule.actions import is_entry
 from multimesh._src.schedule.auto import Auto
-from multimesh._src.schedule.before import Before
-from multimesh._src.schedule.built_in import BY_NAME
+from multimesh._src.schedule.built_in import BY_NAME, default_rule
 from multimesh._src.schedule.custom import RowLike, custom
-from multimesh._src.schedule.gpipe import gpipe
 from multimesh._src.schedule.graph import StageGraph
-from multimesh._src.schedule.interleaved import interleaved_1f1b
-from multimesh._src.schedule.looped_bfs import looped_bfs
-from multimesh._src.schedule.one_f_one_b import eager_1f1b
-from multimesh._src.schedule.placement import Placement, looped, placement_named, v_shaped
+from multimesh._src.schedule.placement import Placement, placement_named
 from multimesh._src.schedule.rule import AbstractRule, Parts, Request, adapt
 from multimesh._src.schedule.schedule import Schedule
-from multimesh._src.schedule.zb_v import zb_v
 
 ScheduleLike: TypeAlias = str | Schedule | AbstractRule | Sequence[RowLike] | None
 
@@ -96,7 +90,7 @@ def rule_of(spec: str | AbstractRule | Sequence[RowLike] | None, request: Reques
         ScheduleError: There is no schedule of this name, or the spec is none.
     """
     if spec is None:
-        return _default(request)
+        return default_rule(request)
     if spec == "auto":
         return Auto()
     if isinstance(spec, str):
@@ -116,17 +110,6 @@ def _unknown(what: str) -> ScheduleError:
         "use an object of `multimesh.jax.schedules`, or rows of actions",
     ]
     return ScheduleError(message(what, ways=ways))
-
-
-def _default(request: Request) -> AbstractRule:
-    shape = request.shape
-    loop = looped(shape.num_ranks, shape.num_chunks)
-    placement = request.placement or loop
-    if placement == loop[: len(placement)]:
-        if shape.num_chunks == 1:
-            return gpipe if request.forward_only else eager_1f1b
-        return looped_bfs if interleaved_1f1b.objection(shape) else interleaved_1f1b
-    return zb_v if placement == v_shaped(shape.num_ranks) else Before(name="list")
 
 
 def _adapted(schedule: Schedule, request: Request) -> Schedule:

@@ -1,6 +1,5 @@
 """`Rule`: a way to make a schedule for any number of ranks, microbatches and chunks."""
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, TypeAlias
@@ -13,12 +12,16 @@ from multimesh._src.schedule.placement import (
     looped,
     num_chunks_of,
     placement_message,
+    schedules_for,
     v_shaped,
 )
 from multimesh._src.schedule.schedule import Schedule, keep_stages
 
 Chunks: TypeAlias = Literal["one", "any", "v"]
 Parts: TypeAlias = Part | tuple[Part, ...] | None
+
+_FOR_ANY_NUMBER: Mapping[Chunks, str] = {"one": "eager-1f1b", "any": "looped-bfs", "v": "zb-v"}
+_MAX_NAMES = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,9 +140,8 @@ class Rule:
         """
         shape = request.shape
         chunks = shape.num_chunks if request.placement or request.num_chunks else None
-        why = "" if chunks is None else self.objection(shape)
-        if why and len(set(Counter(request.placement).values())) > 1:
-            raise ScheduleError(f"{why}\n{_stages_of_ranks(request)}")
+        if request.placement:
+            check_placement(self.name, self.placement(shape), request)
         schedule = self(
             num_ranks=shape.num_ranks, num_microbatches=shape.num_microbatches, num_chunks=chunks
         )
@@ -149,7 +151,7 @@ class Rule:
         """The rank of every stage."""
         if self.chunks == "v":
             return v_shaped(shape.num_ranks)
-        return looped(shape.num_ranks, shape.num_chunks)
+        return looped(shape.num_ranks, 1 if self.chunks == "one" else shape.num_chunks)
 
     def objection(self, shape: Shape) -> str:
         """Why the schedule cannot do this size; empty if it can."""
@@ -165,8 +167,7 @@ class Rule:
                 f"Schedule `{self.name}` has one stage a rank, but there are "
                 f"`{shape.num_chunks}` stages a rank.",
                 ways=[
-                    'use `"interleaved-1f1b"` or `"looped-bfs"`, which take any number of stages '
-                    "a rank",
+                    schedules_for(looped(shape.num_ranks, shape.num_chunks)),
                     "put one stage on each rank",
                 ],
             )
@@ -174,7 +175,10 @@ class Rule:
             return message(
                 f"Schedule `{self.name}` has `2` stages a rank, in the V placement, not "
                 f"`{shape.num_chunks}`.",
-                ways=['register the layers with `interleave=2, placement="v"`'],
+                ways=[
+                    schedules_for(looped(shape.num_ranks, shape.num_chunks)),
+                    'register the layers with `interleave=2, placement="v"`',
+                ],
             )
         return self._microbatch_objection(shape)
 
@@ -187,8 +191,7 @@ class Rule:
             f"`{shape.num_ranks}` ranks: {needs}",
             ways=[
                 "change the number of microbatches",
-                'use a schedule that takes any number: `"eager-1f1b"` with one stage a rank, '
-                '`"looped-bfs"` with more, `"zb-v"` in the V placement',
+                f'use `"{_FOR_ANY_NUMBER[self.chunks]}"`, which takes any number',
             ],
         )
 
@@ -200,8 +203,7 @@ def adapt(schedule: Schedule, request: Request) -> Schedule:
         ScheduleError: The schedule wants another placement than the program has.
     """
     wanted = request.placement or schedule.placement
-    if schedule.placement[: len(wanted)] != wanted:
-        raise ScheduleError(placement_message(schedule.name, schedule.placement, wanted))
+    check_placement(schedule.name, schedule.placement, request)
     schedule = keep_stages(schedule, len(wanted))
     if request.forward_only:
         graph = StageGraph.chain(schedule.num_ranks, placement=wanted, kinds=(Kind.F,))
@@ -209,11 +211,24 @@ def adapt(schedule: Schedule, request: Request) -> Schedule:
     return fit(schedule, request.graphs[0]) if request.graphs else schedule
 
 
-def _stages_of_ranks(request: Request) -> str:
-    """Which stages lie on which rank: what is no layer may have become one."""
-    stages: dict[int, list[str]] = {}
-    for stage, rank in enumerate(request.placement):
-        stages.setdefault(rank, []).append(str(stage))
-    graph = request.graph((Kind.F,))
-    listed = (f"{graph.label(rank)}: {', '.join(found)}" for rank, found in sorted(stages.items()))
-    return f"The stages of the ranks are: {'; '.join(listed)}."
+def check_placement(name: str, wanted: Placement, request: Request) -> None:
+    """Raises a ScheduleError if a program's stages do not begin as a schedule wants them."""
+    actual = request.placement
+    if wanted[: len(actual)] != actual:
+        labels = request.graphs[0].labels if request.graphs else ()
+        raise ScheduleError(placement_message(name, wanted, actual, labels, _tasks(request)))
+
+
+def _tasks(request: Request) -> dict[int, str]:
+    """The names of the tasks of every stage, a few of them where they are many."""
+    found: dict[int, dict[str, None]] = {}
+    for name, parts in request.names.items():
+        for part in (parts,) if isinstance(parts, Part) else parts or ():
+            # Names that forward and backward share come with the kind, as `layer0:F`.
+            found.setdefault(part.stage, {})[name.removesuffix(f":{part.kind}")] = None
+    return {stage: _few(list(names)) for stage, names in found.items()}
+
+
+def _few(names: list[str]) -> str:
+    shown = ", ".join(f"`{name}`" for name in names[:_MAX_NAMES])
+    return shown if len(names) <= _MAX_NAMES else f"{shown} and {len(names) - _MAX_NAMES} more"
