@@ -59,11 +59,11 @@ return %36, %38, %24\
 
 def test_simplify_loops(texts: dict[str, str]) -> None:
     assert texts["simplify_loops"] == snapshot("""\
-train(%0:float32[8,8], %1:float32[8,8], %3:float32[2,2,8]) constants ()
+train(%0:float32[8,8], %1:float32[8,8], %39:float32[2,2,8]) constants ()
   %4:float32[8,8] = broadcast_in_dim 0.0
   %5:float32[8,8] = broadcast_in_dim 0.0
   loop %6 < 2: %7 = 0.0, %8 = %4, %9 = %5
-    %10:float32[1,2,8] = dynamic_slice %3 %6 0 0
+    %10:float32[1,2,8] = dynamic_slice %39 %6 0 0
     %11:float32[2,8] = squeeze %10
     %12:float32[2,8] = dot_general %11 %0  [layer0]
     %13:float32[2,8] = dot_general %12 %1  [layer1]
@@ -101,11 +101,11 @@ def test_split_stacks(texts: dict[str, str]) -> None:
 
 def test_assign(texts: dict[str, str]) -> None:
     assert texts["assign"] == snapshot("""\
-train(%0:float32[8,8], %1:float32[8,8], %3:float32[2,2,8]) constants ()
+train(%0:float32[8,8], %1:float32[8,8], %39:float32[2,2,8]) constants ()
   %4:float32[8,8] = broadcast_in_dim 0.0 @0
   %5:float32[8,8] = broadcast_in_dim 0.0 @1
   loop %6 < 2: %7 = 0.0, %8 = %4, %9 = %5
-    %10:float32[1,2,8] = dynamic_slice %3 %6 0 0 @0
+    %10:float32[1,2,8] = dynamic_slice %39 %6 0 0 @0
     %11:float32[2,8] = squeeze %10 @0
     %12:float32[2,8] = dot_general %11 %0 @0  [layer0]
     %13:float32[2,8] = dot_general %12 %1 @1  [layer1]
@@ -124,9 +124,9 @@ train(%0:float32[8,8], %1:float32[8,8], %3:float32[2,2,8]) constants ()
   %28:float32[] = reduce_sum %27 @0
   %30:float32[8,8] = mul %26 %26 @1
   %31:float32[] = reduce_sum %30 @1
-  %39:float32[] = add %28 1.0 @0
-  %40:float32[] = add %39 0.0 @0
-  %33:float32[] = add %40 %31 @1
+  %40:float32[] = add %28 1.0 @0
+  %41:float32[] = add %40 0.0 @0
+  %33:float32[] = add %41 %31 @1
   %34:float32[] = div 1.0 %33 @1
   %35:float32[8,8] = mul %34 %25 @0
   %36:float32[8,8] = sub %0 %35 @0
@@ -143,25 +143,25 @@ program train
   submesh 1: stage=1 (stage=1, data=2)
   argument %0:float32[8,8]
   argument %1:float32[8,8]
-  argument %3:float32[2,2,8]
+  argument %39:float32[2,2,8]
   task main - @ stage=0
     () -> (%4:float32[8,8])
   task main - @ stage=1
     () -> (%5:float32[8,8])
   loop %6 < 2 microbatches: %7 = 0.0, %8 = %4, %9 = %5
     task layer0_fwd F stage 0 @ stage=0
-      (%3:float32[2,2,8], %6:int32[], %0:float32[8,8]) -> (%12:float32[2,8])
+      (%39:float32[2,2,8], %6:int32[], %0:float32[8,8]) -> (%12:float32[2,8])
     task layer1_fwd F stage 1 @ stage=1
       (%12:float32[2,8], %1:float32[8,8], %7:float32[]) -> (%21:float32[])
     task layer1_bwd BW stage 1 @ stage=1
       (%12:float32[2,8], %1:float32[8,8], %9:float32[8,8]) -> (%18:float32[2,8], %23:float32[8,8])
     task layer0_bwd BW stage 0 @ stage=0
-      (%18:float32[2,8], %3:float32[2,2,8], %6:int32[], %8:float32[8,8]) -> (%22:float32[8,8])
+      (%18:float32[2,8], %39:float32[2,2,8], %6:int32[], %8:float32[8,8]) -> (%22:float32[8,8])
   end %24 <- %21, %25 <- %22, %26 <- %23
   task main - @ stage=0
-    (%25:float32[8,8]) -> (%40:float32[])
+    (%25:float32[8,8]) -> (%41:float32[])
   task main - @ stage=1
-    (%26:float32[8,8], %40:float32[]) -> (%33:float32[])
+    (%26:float32[8,8], %41:float32[]) -> (%33:float32[])
   task main - @ stage=0
     (%33:float32[], %25:float32[8,8], %0:float32[8,8]) -> (%36:float32[8,8])
   task main - @ stage=1

@@ -62,24 +62,24 @@ def test_a_train_step_on_blocks() -> None:
     _, texts = cut(make_multi_mesh(), train, W, X, donate_argnums=0)
     lines = texts["split_stacks"].splitlines()
     assert "\n".join([lines[0].replace(" const", "\n  const"), *lines[-16:]]) == snapshot("""\
-train(%63:float32[2,8,8], %64:float32[2,8,8], %2:float32[2,2,8])
-  constants (%65:int32[], %67:int32[])
-    %83:float32[1,8,8] = add %79 %51
-    %84:float32[1,8,8] = add %80 %52
-  end %85 <- %81, %86 <- %82, %87 <- %83, %88 <- %84
-  %89:float32[2,8,8] = concatenate %85 %86
-  %90:float32[2,8,8] = concatenate %87 %88
-  %91:float32[2,8,8] = mul %89 %89
+train(%64:float32[2,8,8], %65:float32[2,8,8], %63:float32[2,2,8])
+  constants (%66:int32[], %68:int32[])
+    %84:float32[1,8,8] = add %80 %51
+    %85:float32[1,8,8] = add %81 %52
+  end %86 <- %82, %87 <- %83, %88 <- %84, %89 <- %85
+  %90:float32[2,8,8] = concatenate %86 %87
+  %91:float32[2,8,8] = concatenate %88 %89
   %92:float32[2,8,8] = mul %90 %90
-  %93:float32[] = reduce_sum %91
+  %93:float32[2,8,8] = mul %91 %91
   %94:float32[] = reduce_sum %92
-  %95:float32[] = add %93 %94
-  %60:float32[] = add 1.0 %95
-  %96:float32[2,8,8] = div %89 %60
+  %95:float32[] = reduce_sum %93
+  %96:float32[] = add %94 %95
+  %60:float32[] = add 1.0 %96
   %97:float32[2,8,8] = div %90 %60
-  %98:float32[2,8,8] = sub %63 %96
+  %98:float32[2,8,8] = div %91 %60
   %99:float32[2,8,8] = sub %64 %97
-return %98, %99\
+  %100:float32[2,8,8] = sub %65 %98
+return %99, %100\
 """)
 
 

@@ -104,6 +104,19 @@ def test_a_chain_of_tasks_joins_the_given_stage_that_it_leads_to() -> None:
     assert stages_of(found) == ["embed:0", "positions:0", "layer0:0", "layer1:1"]
 
 
+def test_tasks_between_two_of_a_given_stage_belong_to_it() -> None:
+    """A head without a stage, and a loss of its own result and the last layer's."""
+    given = tasks(
+        ("layer0", "F", 0, "x", "a"),
+        ("layer1", "F", 1, "a", "b"),
+        ("head", "F", 1, "b", "c"),
+        ("total", "F", 1, "c", "d"),
+        ("layer1", "F", 1, "db", "e"),
+    )
+    found = find_stages(given, {0: 0, 1: 1, 4: 1}, submeshes((0,), (1,)))
+    assert stages_of(found) == ["layer0:0", "layer1:1", "head:1", "total:1", "layer1:1"]
+
+
 def test_stages_are_numbered_by_changes_of_submesh_then_program_order() -> None:
     given = tasks(
         ("late", "F", 2, "y", "l"),

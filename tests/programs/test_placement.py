@@ -227,3 +227,56 @@ def test_a_result_on_the_devices_of_a_stage_under_other_axes():
         result = mjit(step, out_shardings=wanted)(weights(2), X)
     assert result.sharding == wanted
     np.testing.assert_allclose(result, step(weights(2), X), rtol=1e-5)
+
+
+def deep_supervision(hidden, last):
+    return sum(((h @ last) ** 2).mean() for h in hidden)
+
+
+def activation_penalty(hidden, last):
+    return (hidden[-1] ** 2).mean()
+
+
+def largest_means(hidden, last):
+    return jax.nn.logsumexp(jnp.stack([h.mean() for h in hidden]))
+
+
+def means_of_some(hidden, last):
+    return jnp.stack([h.mean() for h in hidden[:3]]).sum()
+
+
+def balance(hidden, last):
+    shares = jnp.stack([h.mean(0) for h in hidden])
+    return (shares.mean(0) * jax.nn.softmax(shares, -1).mean(0)).sum()
+
+
+@pytest.mark.parametrize(
+    "auxiliary", [deep_supervision, activation_penalty, largest_means, means_of_some, balance]
+)
+@pytest.mark.parametrize("head", ["joins", "given", "unregistered"])
+def test_auxiliary_losses_open_no_stage(auxiliary, head):
+    """Code outside of scopes that reads layers and the head runs on the last stage."""
+    devices = np.array(jax.devices()[:2]).reshape(2, 1)
+    multi = MultiMesh(global_mesh=Mesh(devices, ("stage", "data")))
+    multi.register_layers(r"layer\d+", num_layers=4)
+    if head != "unregistered":
+        stage = 1 if head == "given" else None
+        multi.register_task("head", task=Task(mesh_slice={"stage": 1}, stage=stage))
+
+    def loss(params, batch):
+        x, y = batch
+        hidden = []
+        for index in range(4):
+            with layer(index):
+                x = jnp.tanh(x @ params[index])
+            hidden.append(x)
+        with jax.named_scope("head"):
+            value = jnp.mean((x @ params[4] - y) ** 2)
+        return value + 0.1 * auxiliary(hidden, params[4])
+
+    step = train(loss, schedule="1f1b")
+    check_steps(multi, step, weights(5), (X, Y))
+    with multi:
+        (loop,) = mjit(step).lower(weights(5), (X, Y)).explain().loops
+    assert loop.simulation.graph.placement == (0, 1)
+    assert loop.simulation.makespan == 15

@@ -21,7 +21,6 @@ from multimesh._src.ir.flat import (
     Equation,
     FlatProgram,
     Lit,
-    Loop,
     Step,
     Var,
     step_inputs,
@@ -126,7 +125,7 @@ class _Reads:
 
     def _preparations(self, user: Step) -> Iterator[Equation]:
         """What `microbatch` does with a batch, as far as nothing else reads what it makes."""
-        while _is_preparation(user):
+        while isinstance(user, Equation) and _is_preparation(user):
             yield user
             (var,) = user.outputs
             users = self._users.get(var, ())
@@ -150,13 +149,11 @@ class _Reads:
         return Batch(marker.num_microbatches, dim)
 
 
-def _is_preparation(step: Step) -> bool:
-    if isinstance(step, Loop):
-        return False
-    if step.eqn.primitive is constraint_p:
+def _is_preparation(equation: Equation) -> bool:
+    if equation.eqn.primitive is constraint_p:
         return True
-    marked = any(microbatch_marker(marker) for marker in step.scope.markers)
-    return marked and step.primitive in ("reshape", "transpose")
+    marked = any(microbatch_marker(marker) for marker in equation.scope.markers)
+    return marked and equation.primitive in ("reshape", "transpose")
 
 
 def _operand(equation: Equation) -> Var:

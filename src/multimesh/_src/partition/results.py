@@ -21,9 +21,7 @@ def argument_infos(
 ) -> list[ArgumentInfo]:
     """Names, donation and form of the arguments."""
     return [
-        ArgumentInfo(
-            argument.index, argument.name, argument.donated, batches.get(position), block
-        )
+        ArgumentInfo(argument.index, argument.name, argument.donated, batches.get(position), block)
         for position, (argument, block) in enumerate(zip(traced.arguments, blocks, strict=True))
     ]
 

@@ -5,8 +5,9 @@
     layer1_bwd  stage=1   ->                   action 1BW
     embed       all       ->  no rank: a row of its own
 
-Stages that `Task.stage` gives exist from the start. Any other forward task joins the last stage of
-its submesh that keeps the graph acyclic, else opens a new one. A backward task belongs to the
+Stages that `Task.stage` gives exist from the start, and tasks on their submeshes that stand between
+two tasks of one belong to it. Any other forward task joins the last stage of its submesh that keeps
+the graph acyclic, else opens a new one. A backward task belongs to the
 stage on its submesh whose forward makes, or where it recomputes them also reads, most of what it
 reads. In a loop without forward tasks (the transpose of a loop) the backward tasks are numbered as
 forward ones, given stages from the last to the first.
@@ -116,12 +117,11 @@ def _forward_stages(
     stages: dict[int, int] = {}  # stage -> node of the quotient
     of_submesh: dict[int, list[int]] = {}
     _given_stages(tasks, given, quotient, stages, of_submesh)
-    stage_of: dict[int, int] = {}
+    movable = [task for task in tasks if task.kind == forward and task.submesh in ranked]
+    stage_of = {t.index: s for t in movable if (s := given.get(t.index)) is not None}
+    stage_of |= _enclosed(tasks, movable, needs, stage_of)
     node_of: dict[int, int] = {}  # task -> node of the quotient
     for task in tasks:
-        stage = given.get(task.index)
-        if task.kind == forward and task.submesh in ranked and stage is not None:
-            stage_of[task.index] = stage
         known = stages.get(stage_of.get(task.index, -1))
         node_of[task.index] = quotient.add() if known is None else known
     _connect(tasks, needs, node_of, stage_of, quotient)
@@ -135,11 +135,7 @@ def _forward_stages(
                 return True
         return False
 
-    free = [
-        task
-        for task in tasks
-        if task.kind == forward and task.submesh in ranked and task.index not in stage_of
-    ]
+    free = [task for task in movable if task.index not in stage_of]
     while free:
         # One whose way to a stage leads through another can join when that one has.
         left = [task for task in free if not join(task)]
@@ -151,6 +147,33 @@ def _forward_stages(
             left = left[1:]
         free = left
     return stage_of
+
+
+def _enclosed(
+    tasks: Sequence[TaskNode],
+    movable: Sequence[TaskNode],
+    needs: Mapping[int, tuple[int, ...]],
+    stage_of: Mapping[int, int],
+) -> dict[int, int]:
+    """The stage of each task that needs a stage of its submesh and is needed by that stage."""
+    behind: dict[int, set[int]] = {}  # task -> the stages that it is in or needs
+    ahead: dict[int, set[int]] = {task.index: set() for task in tasks}  # ... or that need it
+    for task in tasks:
+        own = {stage_of[task.index]} if task.index in stage_of else set[int]()
+        behind[task.index] = own.union(*(behind[index] for index in needs[task.index]))
+    for task in reversed(tasks):
+        if task.index in stage_of:
+            ahead[task.index].add(stage_of[task.index])
+        for index in needs[task.index]:
+            ahead[index] |= ahead[task.index]
+    place = {stage_of[t.index]: t.submesh for t in movable if t.index in stage_of}
+    found: dict[int, int] = {}
+    for task in movable:
+        around = behind[task.index] & ahead[task.index]
+        here = [stage for stage in around if place[stage] == task.submesh]
+        if task.index not in stage_of and here:
+            found[task.index] = max(here)
+    return found
 
 
 def _connect(
@@ -232,7 +255,8 @@ def _raise_cycle(
             window=" -> ".join([*lines, f"{_named(task, stage_of)}  <-- here"]),
             ways=(
                 "give the tasks of one stage consecutive places in the model",
-                "leave `Task.stage` out and let the stages be found",
+                "leave `Task.stage` out and let the stages be found (`register_layers` gives "
+                "stages too; a callback need not)",
             ),
         )
     )

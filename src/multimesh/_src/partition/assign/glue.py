@@ -129,7 +129,8 @@ def _settle(region: Region, group: Sequence[int], place: dict[int, int]) -> None
             moved = _spread(values, group, place, pair)
             new = place | moved
             saves = moved and _crossing(values, new) < _crossing(values, place)
-            if saves and _depth(region, new) <= _depth(region, place):
+            longest = zip(_depths(region, new), _depths(region, place), strict=True)
+            if saves and all(after <= before for after, before in longest):
                 place.update(moved)
                 again = True
 
@@ -160,14 +161,15 @@ def _crossing(values: Sequence[Value], place: Mapping[int, int]) -> int:
     return total
 
 
-def _depth(region: Region, place: Mapping[int, int]) -> int:
-    """The most changes of submesh on any path through the region."""
+def _depths(region: Region, place: Mapping[int, int]) -> tuple[int, int]:
+    """The most changes of submesh on any path through the region, and through its forward pass."""
     depth: dict[int, int] = {}
     for serial, operands in region.order:
         here = place[serial]
         steps = (depth[o] + (place[o] != here) for o in operands if o in depth)
         depth[serial] = max(steps, default=0)
-    return max(depth.values(), default=0)
+    forward = (number for serial, number in depth.items() if serial in region.forward)
+    return max(depth.values(), default=0), max(forward, default=0)
 
 
 def _spread(

@@ -6,7 +6,8 @@
     m' = 0.9 m + g        # g is made on stage=1       m' : stage=1
 
 An equation without a seed goes where the fewest bytes cross: its operands count where they are
-made, its result where its seeded users are. Loop bodies are decided before what is
+made, its result where its seeded users are. In the forward pass of a loop it never goes back to
+where the pipeline has been: that would be one more stage. Loop bodies are decided before what is
 around them. Arguments and loop constants have a say only when nothing else has, scalars only at
 the very end.
 """
@@ -16,7 +17,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from multimesh._src.ir.flat import Carry, Equation, FlatProgram, Lit, Loop, Step, Var
+from multimesh._src.ir.flat import Carry, Equation, FlatProgram, Lit, Loop, Operand, Step, Var
 from multimesh._src.partition.assign.cloned import Cloned
 
 
@@ -32,10 +33,12 @@ class _Table:
     made_by: dict[Var, Equation] = field(default_factory=dict)
     order: dict[Var, int] = field(default_factory=dict)  # when a variable is made
     hops: dict[Var, int] = field(default_factory=dict)  # changes of submesh behind a variable
+    passed: dict[Var, frozenset[int]] = field(default_factory=dict)  # submeshes up to a variable
     users: dict[Var, list[Equation]] = field(default_factory=lambda: defaultdict(list))
     wanted: dict[Var, list[int]] = field(default_factory=lambda: defaultdict(list))
     region: dict[Var, int] = field(default_factory=dict)  # serial of the loop it is made in
     carries: list[Carry] = field(default_factory=list)
+    rooted: set[Var] = field(default_factory=set)  # made of what a seed makes
     weak: set[Var] = field(default_factory=set)
 
 
@@ -92,21 +95,31 @@ def _index(
         if isinstance(step, Loop):
             table.carries += step.carries
             for carry in step.carries:
+                if _is_rooted(carry.init, table):
+                    table.rooted.add(carry.inside)
                 table.order[carry.inside] = len(table.order)
                 table.region[carry.inside] = step.serial
             _index(step.body, table, regions, step.serial)
             for carry in step.carries:
+                if _is_rooted(carry.next, table):
+                    table.rooted.add(carry.result)
                 table.order[carry.result] = len(table.order)
                 table.region[carry.result] = region
             continue
         for var in step.inputs:
             if not isinstance(var, Lit):
                 table.users[var].append(step)
+        if step.serial in table.seeded or any(_is_rooted(v, table) for v in step.inputs):
+            table.rooted.update(step.outputs)
         for var in step.outputs:
             table.made_by[var] = step
             table.order[var] = len(table.order)
             table.region[var] = region
     regions.append(tuple(step for step in steps if isinstance(step, Equation)))
+
+
+def _is_rooted(operand: Operand, table: _Table) -> bool:
+    return not isinstance(operand, Lit) and operand in table.rooted
 
 
 def _decide_region(
@@ -116,16 +129,25 @@ def _decide_region(
     before = len(table.place)
     for equation in equations:
         if equation.serial not in table.place:
-            _settle(equation, _from_operands(equation, table, scalars, weak), table)
+            if not (weak and _waits(equation, table, scalars)):
+                _settle(equation, _from_operands(equation, table, scalars, weak), table)
         else:
             _settle(equation, table.place[equation.serial], table)
         _count_hops(equation, table)
     _settle_carries(table)
     for equation in reversed(equations):
-        if equation.serial not in table.place:
+        if equation.serial not in table.place and not _waits(equation, table, scalars):
             _settle(equation, _from_users(equation, table, scalars), table)
     _settle_carries(table)
     return len(table.place) > before
+
+
+def _waits(equation: Equation, table: _Table, scalars: bool) -> bool:
+    """Whether an operand is to be placed by numbers, in a later sweep, and then decides."""
+    return not scalars and any(
+        _is_rooted(v, table) and v not in table.var_place and v not in table.cloned.variables
+        for v in equation.inputs
+    )
 
 
 def _settle(equation: Equation, place: int | None, table: _Table) -> None:
@@ -145,6 +167,10 @@ def _count_hops(equation: Equation, table: _Table) -> None:
             moved = there is not None and place is not None and there != place
             hops = max(hops, table.hops.get(var, 0) + moved)
     table.hops.update(dict.fromkeys(equation.outputs, hops))
+    found = (table.passed.get(v) for v in equation.inputs if not isinstance(v, Lit))
+    passed = frozenset() if place is None else frozenset((place,))
+    passed = passed.union(*filter(None, found))
+    table.passed.update(dict.fromkeys(equation.outputs, passed))
 
 
 def _settle_carries(table: _Table) -> None:
@@ -200,6 +226,8 @@ def _from_operands(equation: Equation, table: _Table, scalars: bool, weak: bool)
     # made last: furthest along the pipeline, whatever the order of the text
     voters.sort(key=lambda v: (table.hops.get(v, 0), table.order.get(v, -1)), reverse=True)
     candidates = list(dict.fromkeys([table.var_place[v] for v in voters] + seeded_users))
+    if not equation.scope.transposes and table.region.get(equation.outputs[0], -1) >= 0:
+        candidates = _not_back(candidates, voters, table) or candidates
     result = sum(_bytes(var, table) for var in equation.outputs)
 
     def crossing(place: int) -> int:
@@ -207,6 +235,14 @@ def _from_operands(equation: Equation, table: _Table, scalars: bool, weak: bool)
         return operands + result * sum(user != place for user in seeded_users)
 
     return min(candidates, key=crossing)  # the first of equals: the operand made last
+
+
+def _not_back(candidates: list[int], voters: Iterable[Var], table: _Table) -> list[int]:
+    """The places that no operand has left on its way."""
+    left: set[int] = set()
+    for var in voters:
+        left |= table.passed.get(var, frozenset()) - {table.var_place[var]}
+    return [place for place in candidates if place not in left]
 
 
 def _seeded_user_places(equation: Equation, table: _Table) -> list[int]:
@@ -220,8 +256,11 @@ def _seeded_user_places(equation: Equation, table: _Table) -> list[int]:
     return list(dict.fromkeys(places))
 
 
-def _user_places(var: Var, table: _Table) -> list[int]:
-    """Places of the users of `var`, looking through what is cloned, most frequent first."""
+def _user_places(var: Var, table: _Table, *, backward: bool = True) -> list[int]:
+    """Places of the users of `var`, looking through what is cloned, most frequent first.
+
+    Without `backward` users in the backward pass do not count.
+    """
     places: dict[int, int] = {}
     todo, seen = deque((var,)), {var}
     while todo:
@@ -229,6 +268,8 @@ def _user_places(var: Var, table: _Table) -> list[int]:
         for place in table.wanted[current]:
             places[place] = places.get(place, 0) + 1
         for user in table.users[current]:
+            if user.scope.transposes and not backward:
+                continue
             if user.serial in table.cloned:
                 new = [v for v in user.outputs if v not in seen]
                 seen.update(new)
@@ -240,6 +281,9 @@ def _user_places(var: Var, table: _Table) -> list[int]:
 
 
 def _from_users(equation: Equation, table: _Table, scalars: bool) -> int | None:
+    # Numbers that the forward pass makes decide where it goes on, before its backward pass does.
+    backward = scalars or equation.scope.transposes > 0
+    backward = backward or table.rooted.isdisjoint(equation.outputs)
     scalars = scalars or equation.scope.transposes > 0
     places: Iterable[int]
     if equation.serial in table.cloned.floating:
@@ -249,7 +293,7 @@ def _from_users(equation: Equation, table: _Table, scalars: bool) -> int | None:
         places = (*wanted, *(table.place[user] for user in users if user in table.place))
     else:
         outputs = (var for var in equation.outputs if scalars or table.avals[var].ndim > 0)
-        places = (place for var in outputs for place in _user_places(var, table))
+        places = (place for var in outputs for place in _user_places(var, table, backward=backward))
     return next(iter(places), None)
 
 

@@ -38,13 +38,15 @@ class Region:
     """The outer program or a loop body: what may move, and the values between equations.
 
     `values_of` has the positions of the values that a free equation makes or reads; `order` every
-    equation, in program order, with those that it reads from. All equations are named by serials.
+    equation, in program order, with those that it reads from; `forward` those that no transposed
+    one comes before. All equations are named by serials.
     """
 
     free: frozenset[int]
     values: tuple[Value, ...]
     values_of: Mapping[int, tuple[int, ...]]
     order: tuple[tuple[int, tuple[int, ...]], ...]
+    forward: frozenset[int]
 
 
 def regions_of(steps: tuple[Step, ...]) -> Iterator[tuple[Loop | None, tuple[Step, ...]]]:
@@ -92,6 +94,7 @@ class RegionReader:
         states = set() if loop is None else self._note_carries(loop)
         free: set[int] = set()
         order: list[tuple[int, tuple[int, ...]]] = []
+        backward: set[int] = set()
         for step, is_inside in _anchored(steps, self.flow, inside=False):
             if step.serial in self.additions:
                 continue
@@ -100,8 +103,10 @@ class RegionReader:
                 self._value(var).readers[step.serial] = None
             if not is_inside and self._may_move(step) and states.isdisjoint((*read, *step.outputs)):
                 free.add(step.serial)
-            makers = (self.made_by[var] for var in read if var in self.made_by)
-            order.append((step.serial, tuple(dict.fromkeys(makers))))
+            makers = dict.fromkeys(self.made_by[var] for var in read if var in self.made_by)
+            order.append((step.serial, tuple(makers)))
+            if step.scope.transposes or not backward.isdisjoint(makers):
+                backward.add(step.serial)
         for var in self.wanted if loop is None else ():
             if var in self.made_by:
                 self._value(var).wanted = self.wanted[var]
@@ -112,7 +117,8 @@ class RegionReader:
                 if serial in values_of:
                     values_of[serial].append(position)
         of = {serial: tuple(positions) for serial, positions in values_of.items()}
-        return Region(frozenset(free), values, of, tuple(order))
+        forward = frozenset(serial for serial, _ in order if serial not in backward)
+        return Region(frozenset(free), values, of, tuple(order), forward)
 
     def _note_carries(self, loop: Loop) -> set[Var]:
         """Returns what carries hold that only one stage may read and write: they are no sums."""
