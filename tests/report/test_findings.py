@@ -7,6 +7,7 @@ import pytest
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec as P
 
+from multimesh._src.report.program import CarryReport
 from multimesh.jax import MultiMesh, Task, ignore_transforms, microbatch, mjit
 
 W = [np.eye(8, dtype=np.float32)] * 4
@@ -155,8 +156,68 @@ def test_a_sequential_loop_says_what_is_carried():
         return lax.scan(lambda c, _: (two_layers(params, c), None), x, length=3)[0]
 
     report, text = explained(pipeline(), model)
-    assert report.loops[0].carried == ("float32[8,8]", "layer1", "layer0")
+    assert report.loops[0].carried == CarryReport("float32[8,8]", "layer1", "layer0")
     assert "float32[8,8] that `layer1` makes in one turn is read by `layer0`" in worth_a_look(text)
+    assert "-> where the turns are microbatches, use `microbatch`, or let" in worth_a_look(text)
+
+
+def accumulation(add, initial=0.0):
+    """Gradients of two layers on four microbatches, accumulated by hand."""
+
+    def step(params, x):
+        def turn(carry, piece):
+            count, total = carry
+            gradient = jax.grad(lambda p: two_layers(p, piece).sum())(params)
+            return (count + 1, jax.tree.map(lambda t, g: add(t, g, count), total, gradient)), None
+
+        start = (jnp.float32(0), jax.tree.map(lambda p: jnp.full_like(p, initial), params))
+        return lax.scan(turn, start, x.reshape(4, 2, 8))[0][1]
+
+    return step
+
+
+def test_a_running_mean_is_no_sum_and_said_to_be_sequential():
+    mean = accumulation(lambda t, g, count: t + (g - t) / (count + 1))
+    report, text = explained(pipeline(), mean, W[:2], X)
+    assert report.loops[0].simulation is None
+    assert "does more than add to the float32[8,8] that it keeps from turn to" in worth_a_look(text)
+    assert "-> use `microbatch`, or let the loop carry sums only and divide after it." in (
+        worth_a_look(text)
+    )
+
+
+def test_sums_by_hand_are_pipelined_without_a_word():
+    report, text = explained(pipeline(), accumulation(lambda t, g, _: t + g), W[:2], X)
+    assert report.loops[0].simulation is not None
+    assert "sequential" not in text
+
+
+def test_layers_that_are_elsewhere_in_each_turn_are_not_sequential():
+    multi_mesh = MultiMesh(axis_sizes=(2,), axis_names=("stage",), devices=jax.devices()[:2])
+    place = {"loop_dependent_mesh_slice": lambda i: {"stage": i % 2}}
+    multi_mesh.register_task("block", task=Task(**place))
+
+    def model(params, x):
+        def body(x, w):
+            with jax.named_scope("block"):
+                return jnp.tanh(x @ w), None
+
+        return lax.scan(body, x, params)[0]
+
+    assert "sequential:" not in explained(multi_mesh, model, np.stack(W), X)[1]
+
+
+def test_the_way_out_of_a_while_inside_of_microbatches_is_no_python_for_of_itself():
+    def loss(params, x):
+        def turn(carry):
+            return carry[0] + 1, two_layers(params, carry[1])
+
+        return lax.while_loop(lambda carry: carry[1].sum() > carry[0], turn, (0.0, x))[1].sum()
+
+    _, text = explained(pipeline(), microbatch(loss, 0, 4, argnum=1))
+    assert "-> write the inner loop as a fixed number of turns in a Python `for`, or keep it" in (
+        worth_a_look(text)
+    )
 
 
 def test_microbatches_around_a_loop_over_submeshes_say_so():

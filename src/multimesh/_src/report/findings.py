@@ -12,7 +12,7 @@ from multimesh._src.report.sites import LineNames
 from multimesh._src.report.tables import amount, common_names, count, shorten
 
 if TYPE_CHECKING:
-    from multimesh._src.report.program import LoopReport, ProgramReport
+    from multimesh._src.report.program import CarryReport, LoopReport, ProgramReport
 
 _MAX_NAMES = 6
 
@@ -104,22 +104,42 @@ def _loops(report: "ProgramReport", lines: LineNames) -> Iterator[Finding]:
     for loop in report.loops:
         if loop.whole:
             yield _whole_backward(loop, lines)
-        if loop.simulation is None and loop.length and loop.carried:
-            type_, writer, reader = loop.carried
-            text = (
-                f"the loop of {loop.length} turns over {_listed(loop.tasks)} is run turn by turn, "
-                f"not pipelined: {type_} that `{writer}` makes in one turn is read by `{reader}` "
-                "in the next."
-            )
-            yield Finding("sequential", text)
-        elif loop.simulation is None and loop.is_microbatch and loop.holds_loops:
-            text = (
-                f"the {loop.length} microbatches of {_listed(tuple(dict.fromkeys(loop.tasks)))} "
-                "are run turn by turn, without a schedule: a loop over several submeshes stands "
-                "inside."
-            )
-            ways = ("write the inner loop as a Python `for`, or keep it on one submesh.",)
-            yield Finding("sequential", text, ways)
+        if loop.simulation is not None:
+            continue
+        if loop.length and loop.carried:
+            yield _sequential(loop, loop.carried)
+        elif loop.is_microbatch and loop.holds_loops:
+            yield _around_loops(loop)
+
+
+def _sequential(loop: "LoopReport", carry: "CarryReport") -> Finding:
+    text = (
+        f"the loop of {loop.length} turns over {_listed(loop.tasks)} is run turn by turn, not "
+        "pipelined: "
+    )
+    sums = "use `microbatch`, or let the loop carry sums only and divide after it"
+    if carry.writer == carry.reader:
+        text += (
+            f"`{carry.writer}` does more than add to the {carry.type} that it keeps from turn to "
+            "turn."
+        )
+        return Finding("sequential", text, (f"{sums}.",))
+    text += (
+        f"{carry.type} that `{carry.writer}` makes in one turn is read by `{carry.reader}` in the "
+        "next."
+    )
+    return Finding("sequential", text, (f"where the turns are microbatches, {sums}.",))
+
+
+def _around_loops(loop: "LoopReport") -> Finding:
+    names = _listed(tuple(dict.fromkeys(loop.tasks)))
+    text = (
+        f"the {loop.length} microbatches of {names} are run turn by turn, without a schedule: a "
+        "loop over several submeshes stands inside."
+    )
+    fixed = "a fixed number of turns in " if loop.holds_while else ""
+    ways = (f"write the inner loop as {fixed}a Python `for`, or keep it on one submesh.",)
+    return Finding("sequential", text, ways)
 
 
 def _whole_backward(loop: "LoopReport", lines: LineNames) -> Finding:

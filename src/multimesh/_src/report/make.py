@@ -1,17 +1,12 @@
 """`make_report`: reads a partitioned program and reports what became of the function."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-from multimesh._src.frontend.markers import microbatch_marker
 from multimesh._src.frontend.tracing import TracedFunction
 from multimesh._src.ir.constraint import UNCONSTRAINED, constraint_p
-from multimesh._src.ir.flat import Lit
 from multimesh._src.ir.plan import Copy, Plan, Run
-from multimesh._src.ir.program import LoopNode, Program, TaskNode, all_loops
+from multimesh._src.ir.program import LoopNode, Program, TaskNode
 from multimesh._src.jax_compat import jaxprs
-from multimesh._src.jax_compat.name_stack import source_line
-from multimesh._src.partition.backward import CONTRACTIONS
 from multimesh._src.partition.pipeline import Partitioned
 from multimesh._src.report.arguments import ArgumentReport, report_arguments
 from multimesh._src.report.code import (
@@ -22,17 +17,12 @@ from multimesh._src.report.code import (
 )
 from multimesh._src.report.flops import flops_of
 from multimesh._src.report.labels import Units, find_units
+from multimesh._src.report.loops import report_loops
 from multimesh._src.report.memory import held_bytes
 from multimesh._src.report.opened import open_loops
-from multimesh._src.report.program import (
-    LoopReport,
-    ProgramReport,
-    SubmeshReport,
-    TaskReport,
-    WholeBackward,
-)
+from multimesh._src.report.program import ProgramReport, SubmeshReport, TaskReport
 from multimesh._src.report.sites import Sites
-from multimesh._src.report.traffic import find_reshards, num_bytes, type_text
+from multimesh._src.report.traffic import find_reshards, num_bytes
 from multimesh._src.runtime.buffers import BufferedPlan, plan_buffers
 from multimesh._src.topology import devices_label
 
@@ -59,7 +49,7 @@ def make_report(traced: TracedFunction, partitioned: Partitioned) -> ProgramRepo
         arguments=arguments,
         stacks=partitioned.stacks,
         everywhere=_everywhere(traced, program, plan, arguments),
-        loops=tuple(_loop(loop, partitioned, labels) for loop in all_loops(program.steps)),
+        loops=report_loops(partitioned, labels),
         code=find_unmatched(program, origins, traced.matcher, labels),
         registrations=report_registrations(traced, origins.flat.steps),
         unmapped=find_unmapped(program, origins),
@@ -228,51 +218,3 @@ def _everywhere(
         if plan.slots[slot].sharding.num_devices > largest:
             found.append(result.name)
     return tuple(found)
-
-
-# --- loops ---------------------------------------------------------------------------------------
-
-
-def _loop(loop: LoopNode, partitioned: Partitioned, labels: Mapping[int, str]) -> LoopReport:
-    simulation = partitioned.schedules.get(loop.index)
-    kept = partitioned.whole.get(loop.index, ())
-    tasks = [task for task in loop.tasks if isinstance(task, TaskNode)]
-    whole = [hiding for task in tasks if task.name in kept for hiding in _hiding(task)]
-    return LoopReport(
-        length=loop.length,
-        tasks=tuple(task.name for task in tasks),
-        simulation=simulation,
-        whole=tuple(dict.fromkeys(whole)),
-        carried=None if simulation is not None else _carried(loop, tasks, partitioned, labels),
-        is_microbatch=microbatch_marker(loop.marker) is not None,
-        holds_loops=any(isinstance(step, LoopNode) for step in loop.tasks),
-    )
-
-
-def _hiding(task: TaskNode) -> Iterator[WholeBackward]:
-    """What a backward task's contractions stand inside of."""
-    if task.kind != "BW":
-        return
-    for eqn in jaxprs.open_jaxpr(task.body).eqns:
-        inner = (e for j in jaxprs.sub_jaxprs(eqn.params) for e in jaxprs.all_eqns(j))
-        if any(e.primitive.name in CONTRACTIONS for e in inner):
-            yield WholeBackward(task.name, eqn.primitive.name, source_line(eqn))
-
-
-def _carried(
-    loop: LoopNode,
-    tasks: Sequence[TaskNode],
-    partitioned: Partitioned,
-    labels: Mapping[int, str],
-) -> tuple[str, str, str] | None:
-    """What an iteration of a sequential loop needs of the one before."""
-    avals: Mapping[Any, Any] = partitioned.program.avals
-    for carry in loop.carries:
-        if isinstance(carry.next, Lit):
-            continue
-        writers = [task.index for task in tasks if carry.next in task.outputs]
-        readers = [task.index for task in tasks if carry.inside in task.inputs]
-        if writers and readers and writers != readers:
-            names = (labels.get(writers[0], ""), labels.get(readers[0], ""))
-            return type_text(avals[carry.inside]), *names
-    return None

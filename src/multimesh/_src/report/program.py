@@ -101,22 +101,31 @@ class WholeBackward:
 
 
 @dataclass(frozen=True, slots=True)
+class CarryReport:
+    """What an iteration needs of the one before: its type, who makes it and who reads it."""
+
+    type: str
+    writer: str
+    reader: str
+
+
+@dataclass(frozen=True, slots=True)
 class LoopReport:
     """One loop: its tasks, and for a microbatch loop the simulation of its schedule.
 
     The `length` of a `while` is 0: nobody knows it. `carried` says of a sequential loop what an
-    iteration needs of the one before, if that is known: type, the task that makes it and the task
-    that reads it. `is_microbatch` says that `microbatch` made the loop, `holds_loops` that loops
-    stand in it.
+    iteration needs of the one before, if that is known. `is_microbatch` says that `microbatch` made
+    the loop, `holds_loops` that loops stand in it, `holds_while` that one of them is a `while`.
     """
 
     length: int
     tasks: tuple[str, ...]
     simulation: Simulation | None
     whole: tuple[WholeBackward, ...]
-    carried: tuple[str, str, str] | None
+    carried: CarryReport | None
     is_microbatch: bool
     holds_loops: bool
+    holds_while: bool
 
 
 @dataclass(frozen=True, slots=True, repr=False)
