@@ -102,3 +102,5 @@ def test_errors(arguments, text):
 def test_layer_out_of_range():
     with pytest.raises(MatchError, match=r"Layer `4` is not among the `4` registered layers"):
         plan_layers(4, 2).stage_of(4)
+    with pytest.raises(MatchError, match=r"counted from `0` to `3`\.\n  at here\n"):
+        plan_layers(4, 2).stage_of(4, "here")

@@ -334,6 +334,58 @@ def test_callback_returns_something_else(multi_mesh):
     assert "returned `'stage0'` for `layer` (backprop=`True`)" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("callback", "problem"),
+    [
+        (lambda text: WHOLE, "takes `(text)`, but is called as `callback(text, backprop)`: too"),
+        (lambda text, backprop, *, mesh: WHOLE, "missing a required"),
+    ],
+)
+def test_callback_with_other_arguments(multi_mesh, callback, problem):
+    with pytest.raises(MatchError) as caught:
+        multi_mesh.register_task(r"layer\d+", callback=callback)
+    assert str(caught.value).startswith(r"The callback of matcher `layer\d+` takes `(text")
+    assert problem in str(caught.value)
+    assert "test_matching.py:" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("task", "problem"),
+    [
+        (Task(mesh_slice=0), "`mesh_slice=0` is no mapping from mesh axes to indices"),
+        (
+            Task(loop_dependent_mesh_slice=lambda i: i % 2),
+            "`loop_dependent_mesh_slice(3)=1` is no mapping",
+        ),
+    ],
+)
+def test_a_slice_that_names_no_axis(multi_mesh, task, problem):
+    multi_mesh.register_task("layer", task=task)
+    with pytest.raises(MatchError) as caught:
+        matcher(multi_mesh).find(("layer",), False, iteration=3)
+    assert problem in str(caught.value)
+    assert "test_matching.py:" in str(caught.value)
+
+
+def test_what_a_loop_dependent_slice_raises_says_where_it_stands(multi_mesh):
+    places = ({"stage": 0}, {"stage": 1})
+    multi_mesh.register_task("layer", task=Task(loop_dependent_mesh_slice=places.__getitem__))
+    with pytest.raises(IndexError) as caught:
+        matcher(multi_mesh).find(("layer",), False, iteration=2)
+    assert "raised this for `2` at `layer` registered at" in caught.value.__notes__[0]
+
+
+def test_layers_that_are_counted_from_one(multi_mesh):
+    multi_mesh.register_layers(r"layer\d+", num_layers=4)
+    with pytest.raises(MatchError) as caught:
+        matcher(multi_mesh).find(("layer4",), False)
+    text = str(caught.value)
+    assert "they are counted from `0` to `3`.\n  at `layer4`, found by `layer\\d+` regis" in text
+    assert "test_matching.py:" in text
+    assert "1. name the layers of the model from 0 on." in text
+    assert not hasattr(caught.value, "__notes__")
+
+
 def test_one_name_on_two_device_sets(multi_mesh):
     multi_mesh.register_task("encoder", task=Task(name="t", mesh_slice={"stage": 0}))
     multi_mesh.register_task("decoder", task=Task(name="t", mesh_slice={"stage": 1}))

@@ -33,8 +33,8 @@ class LayerStages:
         """The number of stages: ranks times chunks per rank."""
         return len(self.layers_per_stage)
 
-    def stage_of(self, layer: int) -> int:
-        """Returns the stage of a layer.
+    def stage_of(self, layer: int, where: str = "") -> int:
+        """Returns the stage of a layer; `where` says what asks for it.
 
         Raises:
             MatchError: There is no such layer.
@@ -42,9 +42,11 @@ class LayerStages:
         if not 0 <= layer < self.num_layers:
             raise MatchError(
                 message(
-                    f"Layer `{layer}` is not among the `{self.num_layers}` registered layers "
-                    f"(0 to {self.num_layers - 1}).",
+                    f"Layer `{layer}` is not among the `{self.num_layers}` registered layers: they "
+                    f"are counted from `0` to `{self.num_layers - 1}`.",
+                    where=where,
                     ways=(
+                        "name the layers of the model from 0 on.",
                         "register as many layers as the model has (`num_layers=`).",
                         "make the matcher match only the layers.",
                     ),

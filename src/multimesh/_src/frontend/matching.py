@@ -21,7 +21,7 @@ from multimesh._src.frontend.markers import task_marker
 from multimesh._src.frontend.registrations import Registration
 from multimesh._src.frontend.tasks import LogicalAxes, Task, TaskMesh
 from multimesh._src.ir.scope import Scope
-from multimesh._src.topology import describe_axes, devices_label, slice_label, slice_mesh
+from multimesh._src.topology import Index, describe_axes, devices_label, slice_label, slice_mesh
 
 _Key = tuple[tuple[str, ...], bool, int | None]
 
@@ -196,9 +196,7 @@ class Matcher:
         if task.mesh is not None:
             submesh = self._given_mesh(task.mesh, mesh, where)
             return submesh, devices_label(list(submesh.devices.flat))
-        index = task.mesh_slice
-        if task.loop_dependent_mesh_slice is not None and iteration is not None:
-            index = task.loop_dependent_mesh_slice(iteration)
+        index = _mesh_slice(task, iteration, where)
         if index is None:
             return None
         if mesh is None:
@@ -304,6 +302,27 @@ def _check_one_place(task: Task, where: str) -> None:
                 "give `mesh_slice`, a slice of the active `MultiMesh` (`{}` is all of it).",
                 "give `mesh`, a `TaskMesh` of device numbers.",
             ),
+        )
+    )
+
+
+def _mesh_slice(task: Task, iteration: int | None, where: str) -> Mapping[str, Index] | None:
+    """The slice of a task in an iteration; None where it depends on one and there is none."""
+    index, field_name = task.mesh_slice, "mesh_slice"
+    if task.loop_dependent_mesh_slice is not None and iteration is not None:
+        field_name = f"loop_dependent_mesh_slice({iteration})"
+        try:
+            index = task.loop_dependent_mesh_slice(iteration)
+        except Exception as error:
+            error.add_note(f"`loop_dependent_mesh_slice` raised this for `{iteration}` at {where}.")
+            raise
+    if index is None or isinstance(index, Mapping):
+        return index
+    raise MatchError(
+        message(
+            f"`{field_name}={index!r}` is no mapping from mesh axes to indices.",
+            where=where,
+            ways=('name the axis, as `mesh_slice={"stage": 0}`; `{}` is the whole mesh.',),
         )
     )
 

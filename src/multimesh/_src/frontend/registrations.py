@@ -4,6 +4,7 @@ A registration is a regular expression and what it means: a callback, a `Task`, 
 over stages. It is searched in prefixes of an equation's path; `touch` says whether it matches.
 """
 
+import inspect
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -62,10 +63,11 @@ class Registration:
             try:
                 answer = self.callback(text, backprop)
             except Exception as error:
-                error.add_note(
-                    f"The callback of matcher `{self.matcher}` raised this for `{text}` "
-                    f"(backprop=`{backprop}`); it was registered at {self.where}."
-                )
+                if not self.num_layers:  # else the callback is ours and says where
+                    error.add_note(
+                        f"The callback of matcher `{self.matcher}` raised this for `{text}` "
+                        f"(backprop=`{backprop}`); it was registered at {self.where}."
+                    )
                 raise
             if answer is not None and not isinstance(answer, Task):
                 raise MatchError(
@@ -115,14 +117,39 @@ def make_registration(
         raise MatchError(f"Matcher `{matcher}` has `task={task!r}`, which is no `Task`.")
     if callback is not None and not callable(callback):
         raise MatchError(f"Matcher `{matcher}` has `callback={callback!r}`, which is no function.")
+    where = user_line()
+    if callback is not None:
+        _check_takes_two(callback, matcher, where)
     answer = callback if callback is not None else lambda text, backprop: task
-    return Registration(matcher, _compiled(matcher), answer, bool(scanned), user_line())
+    return Registration(matcher, _compiled(matcher), answer, bool(scanned), where)
+
+
+def _check_takes_two(callback: Callback, matcher: str, where: str) -> None:
+    try:
+        signature = inspect.signature(callback)
+    except (TypeError, ValueError):  # builtins
+        return
+    try:
+        signature.bind("", False)
+    except TypeError as error:
+        raise MatchError(
+            message(
+                f"The callback of matcher `{matcher}` takes `{signature}`, but is called as "
+                f"`callback(text, backprop)`: {error}.",
+                where=where,
+                ways=(
+                    "let it take the matched text and whether the scope is one of the backward "
+                    "pass, as `lambda text, backprop: Task(...)`.",
+                ),
+            )
+        ) from None
 
 
 def make_layer_registration(
     matcher: str, stages: LayerStages, axis: str, scanned: bool
 ) -> Registration:
     """Makes the registration of `register_layers`: the layer's stage and its slice of `axis`."""
+    where = user_line()
 
     def callback(text: str, backprop: bool) -> Task:
         del backprop
@@ -131,17 +158,20 @@ def make_layer_registration(
             raise MatchError(
                 message(
                     f"The text `{text}` that matcher `{matcher}` found has no layer number.",
+                    where=where,
                     ways=(
                         "let the first group of the matcher hold it, as `(layer\\d+)`.",
                         "give `scanned=True` if the layers are iterations of a scan.",
                     ),
                 )
             )
-        stage = stages.stage_of(int(digits[-1]))
+        here = f"`{text}`, found by `{matcher}` registered at {where}"
+        stage = stages.stage_of(int(digits[-1]), here)
         return Task(mesh_slice={axis: stages.rank_of(stage)}, stage=stage)
 
-    where, number = user_line(), stages.num_layers
-    return Registration(matcher, _compiled(matcher), callback, bool(scanned), where, number)
+    return Registration(
+        matcher, _compiled(matcher), callback, bool(scanned), where, stages.num_layers
+    )
 
 
 def _compiled(matcher: str) -> re.Pattern[str]:
