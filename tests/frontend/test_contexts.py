@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AxisType, Mesh
 
 from multimesh._src import config
-from multimesh._src.errors import ConfigError, MatchError, MeshError
+from multimesh._src.errors import ConfigError, MatchError, MeshError, ScheduleError
 from multimesh._src.frontend import contexts
 from multimesh._src.frontend.contexts import Context, active_contexts
 from multimesh._src.frontend.multi_mesh import MultiMesh, slice_global_mesh
@@ -176,6 +176,13 @@ def test_schedule_of_a_multi_mesh():
         assert config.current_settings().schedule == "gpipe"
         with config.context(schedule="1f1b"):
             assert config.current_settings().schedule == "1f1b"
+
+
+@pytest.mark.parametrize("schedule", ["1fb1", 3])
+def test_a_context_refuses_what_is_no_schedule(schedule):
+    for make in (config.context, multi_mesh):
+        with pytest.raises(ScheduleError, match=f"{schedule}`"):
+            make(schedule=schedule)
 
 
 def test_activate_brings_contexts_back():

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 
 from multimesh._src.errors import ConfigError
+from multimesh._src.schedule.make import check_name
 
 _FUSION_MODES = ("auto", "always", "never")
 
@@ -184,6 +185,7 @@ def context(
 
     Raises:
         ConfigError: A value that the setting does not have.
+        ScheduleError: There is no such schedule.
 
     Example:
         >>> with context(schedule="gpipe", enable_task_fusion="never"):
@@ -201,6 +203,7 @@ def context(
     if enable_task_fusion is not None:
         changes["enable_task_fusion"] = _fusion_mode(enable_task_fusion)
     if schedule is not None:
+        check_name(schedule)
         changes["schedule"] = schedule
     if defer_grad_reduction is not None:
         changes["defer_grad_reduction"] = _deferral(defer_grad_reduction)

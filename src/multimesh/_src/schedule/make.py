@@ -22,7 +22,12 @@ def schedule_names() -> tuple[str, ...]:
 
 
 def check_name(spec: object) -> None:
-    """Raises a ScheduleError if `spec` is a name that no schedule has. Rows are not looked into."""
+    """Raises a ScheduleError if `spec` is no schedule or a name that no schedule has.
+
+    Rows are not looked into.
+    """
+    if not (spec is None or isinstance(spec, Schedule | Sequence) or hasattr(spec, "make")):
+        raise _unknown(f"`{spec!r}` of type `{type(spec).__name__}` is no schedule.")
     named = isinstance(spec, str) and "\n" not in spec and not any(map(is_entry, spec.split()))
     if named and spec not in schedule_names():
         raise _unknown(f"There is no schedule `{spec}`.")
@@ -93,13 +98,11 @@ def rule_of(spec: str | AbstractRule | Sequence[RowLike] | None, request: Reques
         return default_rule(request)
     if spec == "auto":
         return Auto()
+    check_name(spec)
     if isinstance(spec, str):
-        check_name(spec)
         return BY_NAME[spec] if spec in BY_NAME else custom(spec)
     if isinstance(spec, Sequence):
         return custom(spec)
-    if not hasattr(spec, "make"):
-        raise _unknown(f"`{spec!r}` of type `{type(spec).__name__}` is no schedule.")
     return spec
 
 
