@@ -211,9 +211,37 @@ def test_static_and_donated() -> None:
         argument_spec(lambda x, mode: x, static_argnames="mode", donate_argnums=1)
 
 
-def test_shardings_that_are_no_prefix() -> None:
-    with pytest.raises(ShardingError, match="`in_shardings` is not a prefix"):
-        traced(lambda x, y: x, 1.0, 2.0, in_shardings=(None, None, None))
+def refused_shardings(fun: Any, *args: Any, **options: Any) -> str:
+    with pytest.raises(ShardingError) as caught:
+        traced(fun, *args, **options)
+    return str(caught.value)
+
+
+def test_shardings_of_another_number_of_arguments_or_results() -> None:
+    text = refused_shardings(lambda x, y: x, 1.0, 2.0, in_shardings=(None, None, None))
+    assert text.startswith(
+        "`in_shardings` has `3` entries, but there are `2` positional arguments that are not static"
+    )
+    assert "by keyword have no `in_shardings`, as in `jax.jit`" in text
+    text = refused_shardings(lambda x: (x, x), 1.0, out_shardings=[None])
+    assert text.startswith("`out_shardings` has `1` entries, but there are `2` results.\n")
+    assert "keyword" not in text
+
+
+@pytest.mark.parametrize(
+    ("shardings", "problem"),
+    [
+        (({"w": None},), "`in_shardings[0]` is a `dict` with the keys `'w'`, but there the "),
+        (({"w": None, "b": (None,)},), "`in_shardings[0]['b']` is a `tuple` of `1`, but there "),
+        (({"w": [None, None], "b": None},), "have an array"),
+        (((None, None),), "arguments have a `dict` with the keys `'w'`, `'b'`.\n"),
+    ],
+)
+def test_shardings_that_are_no_prefix(shardings: Any, problem: str) -> None:
+    params = {"w": jnp.ones(4), "b": [1.0, 2.0]}
+    text = refused_shardings(lambda p: p, params, in_shardings=shardings)
+    assert "`in_shardings` is not a prefix of the arguments: " in text
+    assert problem in text
 
 
 def test_spec_without_a_mesh() -> None:

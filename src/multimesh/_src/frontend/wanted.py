@@ -68,18 +68,66 @@ def wanted_leaves(
             _check_rank(want, leaf, what)
             flat.append(want)
 
-    try:
-        jax.tree.map(add, shardings, tree, is_leaf=_is_leaf)
-    except ShardingError:
-        raise
-    except ValueError as error:
+    _check_prefix(shardings, tree, what)
+    jax.tree.map(add, shardings, tree, is_leaf=_is_leaf)
+    return tuple(flat)
+
+
+def _check_prefix(shardings: Any, tree: Any, what: str) -> None:
+    """Raises a ShardingError if `shardings` is no prefix of the arguments or results `tree`."""
+    arguments = what == "in_shardings"
+    if isinstance(shardings, tuple) and isinstance(tree, tuple) and len(shardings) != len(tree):
+        told = "positional arguments that are not static" if arguments else "results"
+        ways = [f"give one sharding for all, or one for each of the {told}"]
+        if arguments:
+            ways.append(
+                "pass the arguments by position: those by keyword have no `in_shardings`, as in "
+                "`jax.jit`"
+            )
+        text = f"`{what}` has `{len(shardings)}` entries, but there are `{len(tree)}` {told}."
+        raise ShardingError(message(text, ways=ways))
+    found = _first_difference(shardings, tree)
+    if found:
+        path, ours, theirs = found
+        belongs = "arguments" if arguments else "results"
         raise ShardingError(
             message(
-                f"`{what}` is not a prefix of the tree that it belongs to: {error}",
+                f"`{what}` is not a prefix of the {belongs}: `{what}{path}` is {ours}, but there "
+                f"the {belongs} have {theirs}.",
                 ways=("give one sharding for all, or a tree with the same outer structure",),
             )
-        ) from None
-    return tuple(flat)
+        )
+
+
+def _first_difference(shardings: Any, tree: Any) -> tuple[str, str, str] | None:
+    """Where a tree of shardings is no prefix of `tree`: the path, and what stands there in both."""
+    todo = [("", shardings, tree)]
+    while todo:
+        path, ours, theirs = todo.pop()
+        (mine, mine_def), (other, other_def) = _children(ours), _children(theirs)
+        if _is_leaf(ours) or _is_alone(ours, mine):
+            continue  # a leaf that is no sharding is another mistake
+        if mine_def != other_def:
+            return path, _described(ours, mine), _described(theirs, other)
+        pairs = zip(mine, other, strict=True)
+        todo += reversed([(path + jax.tree_util.keystr(key), a, b) for (key, a), (_, b) in pairs])
+    return None
+
+
+def _children(node: Any) -> tuple[list[tuple[Any, Any]], Any]:
+    return jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)
+
+
+def _is_alone(node: Any, children: list[tuple[Any, Any]]) -> bool:
+    return len(children) == 1 and children[0][1] is node
+
+
+def _described(node: Any, children: list[tuple[Any, Any]]) -> str:
+    if _is_alone(node, children):
+        return "an array"
+    if isinstance(node, dict):
+        return f"a `dict` with the keys {', '.join(f'`{key!r}`' for key in node) or '(none)'}"
+    return f"a `{type(node).__name__}` of `{len(children)}`"
 
 
 def _is_leaf(x: Any) -> bool:
