@@ -2,9 +2,11 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.sharding import Mesh
 
-from multimesh.jax import microbatch, mjit
+from multimesh.jax import MultiMesh, microbatch, mjit
 from tests.programs.plainly import assert_close, layer, pipeline, sgd, weights
 from tests.programs.stepped import X, Y
 
@@ -49,3 +51,61 @@ def test_masks_do_not_depend_on_stages(make_key, size, shapes):
         with pipeline(stages, width):
             ours = mjit(step)(weights(3), BATCH, key)
         assert_close(ours, expected)
+
+
+def drop(x, key):
+    return jnp.where(jax.random.bernoulli(key, 0.5, x.shape), x, 0)
+
+
+def split_along(params, x, key):
+    """A chain of splits through the layers."""
+    for number, w in enumerate(params):
+        with layer(number):
+            key, own = jax.random.split(key)
+            x = drop(jnp.tanh(x @ w), own)
+    return x
+
+
+def folded_in(params, x, key):
+    """A key of its own in every layer, by its number."""
+    for number, w in enumerate(params):
+        with layer(number):
+            x = drop(jnp.tanh(x @ w), jax.random.fold_in(key, number))
+    return x
+
+
+def split_ahead(params, x, key):
+    """All keys are made before the layers."""
+    keys = jax.random.split(key, len(params))
+    for number, w in enumerate(params):
+        with layer(number):
+            x = drop(jnp.tanh(x @ w), keys[number])
+    return x
+
+
+@pytest.mark.parametrize("model", [split_along, folded_in, split_ahead])
+@pytest.mark.parametrize("make_key", [jax.random.key, jax.random.PRNGKey])
+@pytest.mark.parametrize("size", [0, 2])
+def test_layers_that_draw_random_bits_share_programs(model, make_key, size):
+    """Keys are made once per submesh: the number of programs does not grow with the layers."""
+    devices = np.array(jax.devices()[:2]).reshape(2, 1)
+
+    def loss(params, batch, key):
+        return jnp.mean((model(params, batch[0], key) - batch[1]) ** 2)
+
+    def step(params, batch, key):
+        grad = jax.value_and_grad(loss)
+        grad = microbatch(grad, 0, size, argnum=1, schedule="1f1b") if size else grad
+        value, grads = grad(params, batch, key)
+        return sgd(params, grads), value
+
+    counts = []
+    for num_layers in (4, 8):
+        multi_mesh = MultiMesh(global_mesh=Mesh(devices, ("stage", "data")))
+        multi_mesh.register_layers(r"layer\d+", num_layers=num_layers)
+        args = weights(num_layers), BATCH, make_key(7)
+        with multi_mesh:
+            lowered = mjit(step).lower(*args)
+        counts.append(lowered.explain().num_executables)
+        assert_close(lowered.compile()(*args), jax.jit(step)(*args))
+    assert counts[0] == counts[1]

@@ -54,6 +54,10 @@ def test_an_unknown_schedule_is_refused_where_it_is_named() -> None:
 def test_a_leaf_that_is_no_array_is_named() -> None:
     with pytest.raises(TraceError, match=r"argument `batch\[1\]` of type `str` is not an array"):
         mjit(lambda state, batch: state)({"a": 1.0}, (1.0, "two"))
+    with pytest.raises(TraceError, match="take it out of `batch`: an argument of its own"):
+        mjit(lambda state, batch: state)({"a": 1.0}, {"name": "two"})
+    with pytest.raises(TraceError, match="name it in `static_argnums`"):
+        mjit(lambda state, mode: state)({"a": 1.0}, "train")
 
 
 def test_errors_of_jax_name_the_function_and_its_argument() -> None:

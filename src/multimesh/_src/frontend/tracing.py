@@ -229,10 +229,14 @@ def check_arguments(arguments: Sequence[NamedArgument]) -> None:
             try:
                 plain_aval(leaf)
             except TypeError:
+                static = "in `static_argnums` or `static_argnames`"
+                way = f"name it {static}"
+                if name != argument.name:
+                    way = f"take it out of `{argument.name}`: an argument of its own, named {static}"
                 raise TraceError(
                     message(
                         f"argument `{name}` of type `{type(leaf).__name__}` is not an array.",
-                        ways=("pass an array", "name it in `static_argnums` or `static_argnames`"),
+                        ways=("pass an array", way),
                     )
                 ) from None
 

@@ -18,6 +18,7 @@ from multimesh._src.partition.assign.late import move_to_readers
 from multimesh._src.partition.assign.places import assign_places
 from multimesh._src.partition.assign.prepared import clone_preparations
 from multimesh._src.partition.assign.saved import use_saved
+from multimesh._src.partition.assign.shared import share_keys
 from multimesh._src.partition.assign.sums import regroup_sums
 from multimesh._src.partition.backward import Numbers
 from multimesh._src.partition.batches import store_microbatch_major
@@ -221,6 +222,9 @@ def _place(driver: _Driver, stacks: Stacks) -> _Placed:
     carries = classify_all(flat.steps, place)
     # Each submesh has its conditional once places are final; later passes see no guards.
     flat = join_branches(flat, place, match, cloned, seeds)
+    # What is cloned into equal layers must not make their programs unlike.
+    small = settings.replicate_parameters_smaller_than_num_elements
+    flat, place, cloned = share_keys(flat, place, match, cloned, seeds.submeshes, small)
     return _Placed(flat, place, match, cloned, arguments, carries)
 
 

@@ -25,16 +25,20 @@ from multimesh._src.jax_compat.effects import calls_host
 _FREE = frozenset(("iota", "broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose"))
 _LIGHT = frozenset(("broadcast_in_dim", "reshape", "squeeze", "expand_dims"))
 _RANDOM = frozenset(("random_bits", "threefry2x32", "random_fold_in", "random_split"))
-_RANDOM_WEIGHT = 100  # element operations of one random word
+RANDOM_WEIGHT = 100  # element operations of one random word
 
 
 @dataclass(frozen=True, slots=True)
 class Cloned:
-    """Serials of the equations that tasks clone, and the variables that are floating."""
+    """Serials of the equations that tasks clone, and the cost of the floating variables.
+
+    `shared` are those that one task of each submesh makes for all (`assign.shared`).
+    """
 
     floating: frozenset[int]
     light: frozenset[int]
-    variables: frozenset[Var]
+    variables: Mapping[Var, int]
+    shared: frozenset[int] = frozenset()
 
     def __contains__(self, serial: int) -> bool:
         return serial in self.floating or serial in self.light
@@ -62,7 +66,7 @@ def find_cloned(
     _visit(program.steps, program.avals, costs, floating, light, max_cost)
     for step in program.steps:
         light |= _of_outside(step, program.avals) - floating
-    return Cloned(frozenset(floating), frozenset(light), frozenset(costs))
+    return Cloned(frozenset(floating), frozenset(light), costs)
 
 
 def _visit(
@@ -155,7 +159,7 @@ def cost_of(eqn: Any) -> int:
         features = kernel.shape[eqn.params["dimension_numbers"].rhs_spec[0]]
         return 2 * elements * kernel.size // max(1, features)
     if name in _RANDOM:
-        return _RANDOM_WEIGHT * elements
+        return RANDOM_WEIGHT * elements
     if name.startswith(("reduce", "arg", "cum", "sort")):
         return sum(atom.aval.size for atom in eqn.invars)
     return elements

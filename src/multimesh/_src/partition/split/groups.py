@@ -36,6 +36,7 @@ def group_equations(
     region: Region,
     place: Mapping[int, int],
     seed: Mapping[int, Match],
+    keys: frozenset[int],
     in_loop: bool,
     backward_name: Callable[[str], str],
 ) -> dict[int, Group]:
@@ -45,6 +46,7 @@ def group_equations(
         region: Steps that belong to tasks.
         place: Submesh of each equation, by serial.
         seed: Match of each seed, by serial.
+        keys: Serials of the equations that make random keys for several tasks: a group apart.
         in_loop: Whether the region is a loop body.
         backward_name: Gives the name of the backward task of a forward task's name.
     """
@@ -57,6 +59,9 @@ def group_equations(
             match = seed.get(step.serial)
             if match is not None:
                 grouper.seed(position, step, match)
+            elif step.serial in keys:
+                phase, here = backward[position], place[step.serial]
+                grouper.groups[position] = Group("keys", int(phase), here, phase)
             else:
                 grouper.join_operand(position)
         grouper.note_stage(position)

@@ -53,7 +53,9 @@ class Splitter:
 
     def _cut(self, steps: tuple[Step, ...], *, in_loop: bool) -> "list[_Piece]":
         region = region_of(steps, self.flow)
-        groups = group_equations(region, self.place, self.seed, in_loop, self.backward_name)
+        groups = group_equations(
+            region, self.place, self.seed, self.flow.cloned.shared, in_loop, self.backward_name
+        )
         pieces: list[_Piece] = []
         for positions in split_acyclic(region, groups):
             first = region.steps[positions[0]]
