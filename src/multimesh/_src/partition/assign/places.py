@@ -202,8 +202,13 @@ def _bytes(var: Var, table: _Table) -> int:
     return aval.size * aval.dtype.itemsize
 
 
+def _region_of(equation: Equation, table: _Table) -> int:
+    """The serial of the loop around an equation that makes something, else -1."""
+    return table.region.get(equation.outputs[0], -1) if equation.outputs else -1
+
+
 def _voters(equation: Equation, table: _Table, scalars: bool, weak: bool) -> list[Var]:
-    region = table.region.get(equation.outputs[0], -1) if equation.outputs else -1
+    region = _region_of(equation, table)
 
     def may_vote(var: Var) -> bool:
         if var not in table.var_place or var in table.cloned.variables:
@@ -226,7 +231,7 @@ def _from_operands(equation: Equation, table: _Table, scalars: bool, weak: bool)
     # made last: furthest along the pipeline, whatever the order of the text
     voters.sort(key=lambda v: (table.hops.get(v, 0), table.order.get(v, -1)), reverse=True)
     candidates = list(dict.fromkeys([table.var_place[v] for v in voters] + seeded_users))
-    if not equation.scope.transposes and table.region.get(equation.outputs[0], -1) >= 0:
+    if not equation.scope.transposes and _region_of(equation, table) >= 0:
         candidates = _not_back(candidates, voters, table) or candidates
     result = sum(_bytes(var, table) for var in equation.outputs)
 
