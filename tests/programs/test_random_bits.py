@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import Mesh
 
 from multimesh.jax import MultiMesh, microbatch, mjit
-from tests.programs.plainly import assert_close, layer, pipeline, sgd, weights
+from tests.programs.plainly import assert_close, check_steps, layer, pipeline, sgd, weights
 from tests.programs.stepped import X, Y
 
 BATCH = (X, Y)
@@ -109,3 +109,23 @@ def test_layers_that_draw_random_bits_share_programs(model, make_key, size):
         counts.append(lowered.explain().num_executables)
         assert_close(lowered.compile()(*args), jax.jit(step)(*args))
     assert counts[0] == counts[1]
+
+
+@pytest.mark.parametrize("schedule", ["interleaved-1f1b", "zb-v"])
+@pytest.mark.parametrize("model", [split_along, folded_in, split_ahead])
+def test_recomputed_layers_of_several_stages_a_rank_draw_random_bits(model, schedule):
+    """The keys of a backward pass are made in the stage that goes first."""
+    devices = np.array(jax.devices()[:2]).reshape(2, 1)
+    multi_mesh = MultiMesh(global_mesh=Mesh(devices, ("stage", "data")))
+    placement = "v" if schedule == "zb-v" else "loop"
+    multi_mesh.register_layers(r"layer\d+", num_layers=4, interleave=2, placement=placement)
+
+    def loss(params, batch, key):
+        return jnp.mean((jax.checkpoint(model)(params, batch[0], key) - batch[1]) ** 2)
+
+    def step(params, batch, key):
+        grad = microbatch(jax.value_and_grad(loss), 0, 2, argnum=1, schedule=schedule)
+        value, grads = grad(params, batch, key)
+        return sgd(params, grads), value
+
+    check_steps(multi_mesh, step, weights(4), BATCH, jax.random.key(7))

@@ -232,7 +232,9 @@ def check_arguments(arguments: Sequence[NamedArgument]) -> None:
                 static = "in `static_argnums` or `static_argnames`"
                 way = f"name it {static}"
                 if name != argument.name:
-                    way = f"take it out of `{argument.name}`: an argument of its own, named {static}"
+                    way = (
+                        f"take it out of `{argument.name}`: an argument of its own, named {static}"
+                    )
                 raise TraceError(
                     message(
                         f"argument `{name}` of type `{type(leaf).__name__}` is not an array.",

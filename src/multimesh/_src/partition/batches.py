@@ -7,7 +7,8 @@
 A contiguous slice of a sharded dim lies on few shards; with the microbatch dim in front and the
 size dim sharded, every slice is spread over all of them (R10). Host arrays arrive in this form at
 no cost. An argument that is read in several forms, cut or whole, is taken once in each: no program
-could make one sharded form of the other without sending it.
+could make one sharded form of the other without sending it. What is returned, or succeeded by a
+result, keeps its one form if it is also read whole: else it would be cut anew at every call.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,6 +22,7 @@ from multimesh._src.ir.flat import (
     Equation,
     FlatProgram,
     Lit,
+    Operand,
     Step,
     Var,
     step_inputs,
@@ -51,8 +53,11 @@ def store_microbatch_major(
     arguments = list(program.arguments)
     described = list(traced.arguments)
     batches: dict[int, Batch] = {}
+    succeeded = {result.successor_of for result in traced.results}
     for position, argument in enumerate(program.arguments):
         cuts, is_read_whole = reads.cuts_of(argument)
+        if is_read_whole and (position in succeeded or argument in program.results):
+            continue
         forms: dict[Batch, Var] = {}
         for cut in cuts:
             if cut.batch not in forms:
@@ -71,6 +76,7 @@ def store_microbatch_major(
         avals=storer.avals,
         arguments=tuple(arguments),
         steps=storer.rewritten(program.steps),
+        results=tuple(map(storer.look, program.results)),
     )
     return stored, replace(traced, arguments=tuple(described)), batches
 
@@ -79,17 +85,17 @@ def store_microbatch_major(
 class _Cut:
     """One way from an argument to its slices.
 
-    `chain` has the constraints, the reshape and the transpose in between; those from `start` on
-    lead nowhere else.
+    `shared` are constraints on the whole, which others may read too; `own` the reshape and what
+    follows it.
     """
 
-    chain: tuple[Equation, ...]
-    start: int
+    shared: tuple[Equation, ...]
+    own: tuple[Equation, ...]
     batch: Batch
 
     @property
     def slices(self) -> Var:
-        return self.chain[-1].outputs[0]
+        return self.own[-1].outputs[0]
 
 
 class _Reads:
@@ -109,18 +115,18 @@ class _Reads:
         is_read_whole = False
         todo: list[tuple[Var, tuple[Equation, ...]]] = [(argument, ())]
         while todo:
-            var, constraints = todo.pop()
+            var, shared = todo.pop()
             is_read_whole |= var in self._results
             for user in self._users.get(var, ()):
                 if isinstance(user, Equation) and user.eqn.primitive is constraint_p:
-                    todo.append((user.outputs[0], (*constraints, user)))
+                    todo.append((user.outputs[0], (*shared, user)))
                     continue
-                chain = (*constraints, *self._preparations(user))
-                batch = self._batch_of(chain, len(constraints))
+                own = tuple(self._preparations(user))
+                batch = self._batch_of(own)
                 if batch is None:
                     is_read_whole = True
                 else:
-                    cuts.append(_Cut(chain, len(constraints), batch))
+                    cuts.append(_Cut(shared, own, batch))
         return cuts, is_read_whole
 
     def _preparations(self, user: Step) -> Iterator[Equation]:
@@ -133,10 +139,10 @@ class _Reads:
                 return
             (user,) = users
 
-    def _batch_of(self, chain: Sequence[Equation], start: int) -> Batch | None:
-        if len(chain) == start or chain[start].primitive != "reshape":
+    def _batch_of(self, preparations: Sequence[Equation]) -> Batch | None:
+        if not preparations or preparations[0].primitive != "reshape":
             return None
-        reshape, rest = chain[start], chain[start + 1 :]
+        reshape, *rest = preparations
         marker = next(m for c in reshape.scope.markers if (m := microbatch_marker(c)))
         transposes = [equation for equation in rest if equation.primitive == "transpose"]
         if len(transposes) > 1 or any(equation.primitive == "reshape" for equation in rest):
@@ -179,26 +185,31 @@ class _Storer:
 
     def store(self, cut: _Cut, form: Var) -> None:
         """Notes that the slices of a cut come from `form`, under the constraints on the way."""
-        constraints = [eqn for eqn in cut.chain if eqn.eqn.primitive is constraint_p]
+        chain = (*cut.shared, *cut.own)
+        constraints = [eqn for eqn in chain if eqn.eqn.primitive is constraint_p]
         made: list[Equation] = []
-        aval = self.avals[cut.slices]
+        aval, before = self.avals[cut.slices], form
         for number, equation in enumerate(constraints, 1):
             # the cut dim keeps its axes behind the new, unsharded dim in front
             dims = equation.eqn.params["dims"]
             dims = dims if len(dims) == len(aval.shape) else ((), *dims)
             eqn = jaxprs.replace_eqn(equation.eqn, params={**equation.eqn.params, "dims": dims})
             after = cut.slices if number == len(constraints) else self.new(aval)
-            inputs, outputs = (form,), (after,)
+            inputs, outputs = (before,), (after,)
             made.append(
                 replace(equation, serial=self.num_steps, eqn=eqn, inputs=inputs, outputs=outputs)
             )
             self.num_steps += 1
-            form = after
+            before = after
         if not constraints:
             self.alias[cut.slices] = form
-        # Constraints that other readers share stay; without any they are dead.
-        self.replaced |= {equation.serial: () for equation in cut.chain[cut.start :]}
-        self.replaced[cut.chain[-1].serial] = tuple(made)
+        # What is shared stays; without other readers it is dead.
+        self.replaced |= {equation.serial: () for equation in cut.own}
+        self.replaced[cut.own[-1].serial] = tuple(made)
+
+    def look(self, operand: Operand) -> Operand:
+        """What stands for an operand."""
+        return operand if isinstance(operand, Lit) else self.alias.get(operand, operand)
 
     def rewritten(self, steps: tuple[Step, ...]) -> tuple[Step, ...]:
         """The program outside of loops with what was noted."""

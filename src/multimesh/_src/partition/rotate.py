@@ -27,8 +27,8 @@ def end_rotations(
 ) -> dict[int, int]:
     """Returns the submesh of each equation, by serial, with rotating ones in their loops alone.
 
-    What took its place from a rotating task and stands outside of that task's loop runs where the
-    last iteration does.
+    What took its place from a rotating task and stands outside of that task's loop, in one of
+    another trip count or in none, runs where the last iteration does.
 
     Args:
         flat: The flat program.

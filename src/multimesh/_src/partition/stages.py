@@ -280,9 +280,11 @@ def _backward_stages(
         stages = touched.setdefault(by_index[index].submesh, {})
         stages.setdefault(stage, set()).update(by_index[index].inputs, by_index[index].outputs)
     found: dict[int, int] = {}
-    for task in tasks:
-        if task.kind not in ("BW", "B", "W") or task.submesh not in touched:
-            continue
+    backward = [t for t in tasks if t.kind in ("BW", "B", "W") and t.submesh in touched]
+    users: dict[int, list[int]] = {}
+    for task in backward:
+        for index in needs[task.index]:
+            users.setdefault(index, []).append(task.index)
         stage = given.get(task.index)
         if stage is None:
             shared = {s: len(v & set(task.inputs)) for s, v in touched[task.submesh].items()}
@@ -294,6 +296,11 @@ def _backward_stages(
             ]
             stage = min(after) if after and min(after) in likely else max(likely)
         found[task.index] = stage
+    for task in backward:
+        # What begins a backward pass (random keys, for one) runs before all stages that read it.
+        if given.get(task.index) is None and not any(index in found for index in needs[task.index]):
+            readers = (i for i in users.get(task.index, ()) if by_index[i].submesh == task.submesh)
+            found[task.index] = max(found[task.index], *(found[i] for i in readers), -1)
     return found
 
 

@@ -93,7 +93,7 @@ class _Keys:
     _leads: dict[Var, bool] = field(default_factory=dict)
 
     def is_key(self, var: Var) -> bool:
-        """Whether a variable is small, and too dear to be made again in every task."""
+        """Whether a variable is small, and as dear as a random word: a key, hardly ever else."""
         dear = self.cloned.variables.get(var, 0) >= RANDOM_WEIGHT
         return dear and var in self.maker and self.avals[var].size <= self.max_elements
 
