@@ -94,3 +94,42 @@ def test_backward_iterations_have_the_numbers_of_the_forward_ones():
     layers = {f"layer_{i}" for i in range(NUM_LAYERS)}
     assert {name for name, backprop in names if backprop} == layers
     assert {name for name, backprop in names if not backprop} == layers
+
+
+@pytest.mark.parametrize("order", [(1, 3, 0), (3, 2, 1, 0), (1, 1, 0, 0), (2, 0, 2, 0)])
+@pytest.mark.parametrize("width", [2, WIDTH, 32])
+@pytest.mark.parametrize("what", ["results", "gradients", "both"])
+def test_rows_that_only_others_read_stay_where_the_stack_has_them(order, width, what):
+    """Layers stand in another order than the stages, one row or two of the stack on each."""
+    multi_mesh = MultiMesh(
+        axis_sizes=(4, 1), axis_names=("stage", "data"), devices=jax.devices()[:4]
+    )
+    multi_mesh.register_task(
+        "layer",
+        callback=lambda name, _: Task(mesh_slice={"stage": order[int(name[6:])]}),
+        scanned=True,
+    )
+
+    def forward(stacks, x):
+        def layer(x, row):
+            with jax.named_scope("layer"):
+                return jnp.tanh(x @ row[0]) * (1 + row[1].sum()), row[1] * x.sum()
+
+        return lax.scan(layer, x, stacks)
+
+    def summed(stacks, x):
+        return jnp.square(forward(stacks, x)[0]).sum()
+
+    step = {
+        "results": forward,
+        "gradients": jax.grad(summed),
+        "both": lambda stacks, x: (jax.value_and_grad(summed)(stacks, x), forward(stacks, x)[1]),
+    }[what]
+    draw = np.random.RandomState(0)
+    stacks = [draw.randn(len(order), WIDTH, WIDTH), draw.randn(len(order), width)]
+    args = [stack.astype("float32") / 2 for stack in stacks], np.ones((ROWS, WIDTH), "float32")
+    with multi_mesh:
+        ours = mjit(step)(*args)
+    for got, want in zip(jax.tree.leaves(ours), jax.tree.leaves(jax.jit(step)(*args)), strict=True):
+        size = np.abs(want).max()
+        np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * size)

@@ -160,6 +160,14 @@ SKIPPING = stages(*TWICE, (("tanh",), 3), scoped=False, checkpoint=True, skip=0)
             gated=0,
             **LOOPED,
         ),
+        # A stack of one row a stage, in another order than the stages, lay where it was read.
+        Spec(
+            stages((("norm",), 1), (("norm",), 3), (("norm",), 0)),
+            sliced=(4, 1, 1),
+            scanned=True,
+            forward_only=True,
+            **(LOOPED | {"num_microbatches": 0}),
+        ),
     ],
 )
 def test_programs_that_failed_once(spec: Spec) -> None:

@@ -106,6 +106,14 @@ class Block:
     mesh: Mesh
     axis: str
 
+    @property
+    def devices(self) -> frozenset[Any]:
+        """The devices of this part: those of its rows in the whole array."""
+        size = self.mesh.shape[self.axis] // self.count
+        at = self.mesh.axis_names.index(self.axis)
+        positions = range(self.number * size, (self.number + 1) * size)
+        return frozenset(self.mesh.devices.take(positions, axis=at).flat)
+
     def whole_sharding(self, sharding: NamedSharding) -> NamedSharding:
         """The sharding of the whole array whose parts have `sharding`."""
         first, *rest = cast(tuple[Any, ...], tuple(sharding.spec) or (None,))

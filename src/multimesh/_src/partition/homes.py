@@ -22,6 +22,7 @@ def find_homes(
     avals: Mapping[Var, Any],
     submeshes: Sequence[Submesh],
     placed: Mapping[Var, int],
+    blocks: Mapping[Var, int],
     max_elements: int,
 ) -> dict[Var, int]:
     """Returns the home of every variable that a task makes, and of every argument that is used.
@@ -31,7 +32,8 @@ def find_homes(
         outside: Arguments and constants.
         avals: Types of the variables.
         submeshes: All submeshes; what a rotating one reads and makes counts on those behind it.
-        placed: Submeshes on which callers placed arguments.
+        placed: Submeshes on which callers placed arguments; where only others read one, it moves.
+        blocks: Submeshes of the blocks of stacks: those stay, whoever reads them.
         max_elements: Arrays up to this size are replicated where several submeshes use them.
     """
     uses: dict[Var, dict[int, int]] = {}
@@ -39,7 +41,9 @@ def find_homes(
     _count(steps, 1, submeshes, uses, homes)
     for var in outside:
         executions = uses.get(var, {})
-        if avals[var].ndim == 0 or (avals[var].size <= max_elements and len(executions) > 1):
+        if var in blocks:
+            homes[var] = blocks[var]
+        elif avals[var].ndim == 0 or (avals[var].size <= max_elements and len(executions) > 1):
             homes[var] = EVERYWHERE
         elif placed.get(var) in executions:
             homes[var] = placed[var]

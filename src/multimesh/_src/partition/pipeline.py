@@ -276,7 +276,12 @@ def _lay_out(driver: _Driver, placed: _Placed, cut: _Cut, stacks: Stacks) -> Pro
     traced, flat, steps, submeshes = driver.traced, cut.flat, cut.steps, cut.submeshes
     small = traced.settings.replicate_parameters_smaller_than_num_elements
     outside = (*flat.arguments, *flat.constants)
-    homes = find_homes(steps, outside, flat.avals, submeshes, placed.arguments, small)
+    blocks = {
+        var: stacks.placed[var]
+        for var, block in zip(flat.arguments, stacks.arguments, strict=True)
+        if block is not None
+    }
+    homes = find_homes(steps, outside, flat.avals, submeshes, placed.arguments, blocks, small)
     given = given_layouts(flat, traced, submeshes, homes, stacks.batches)
     layouts = propagate_layouts(steps, submeshes, flat.avals, given)
     tie_blocks(layouts, flat, stacks, submeshes, homes)

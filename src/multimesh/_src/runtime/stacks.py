@@ -8,7 +8,7 @@ Both ways only shards change hands: no element is copied.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -96,6 +96,8 @@ class StackOutput:
     def __init__(self, plan: Plan, slots: Sequence[Slot], block: Block) -> None:
         self.slots = tuple(slots)
         infos = [plan.slots[slot] for slot in slots]
+        for number, info in enumerate(infos):
+            _check_place(info, replace(block, number=number))
         whole = whole_info(infos[0], block)
         self.sharding = whole.sharding
         aval = whole.aval
@@ -154,9 +156,15 @@ def _block_of(entry: Input) -> Block:
     return entry.block
 
 
+def _check_place(info: SlotInfo, block: Block) -> None:
+    """A block elsewhere would have the shards of other rows."""
+    assert frozenset(_devices(info.sharding.mesh)) == block.devices, info.label
+
+
 def _part(plan: Plan, entry: Input) -> _Part:
     (slot,) = entry.slots
     info = plan.slots[slot]
+    _check_place(info, _block_of(entry))
     at = {device: k for k, device in enumerate(_devices(_block_of(entry).mesh))}
     positions = tuple(at[device] for device in _devices(info.sharding.mesh))
     aval = info.aval
