@@ -160,6 +160,20 @@ SKIPPING = stages(*TWICE, (("tanh",), 3), scoped=False, checkpoint=True, skip=0)
             gated=0,
             **LOOPED,
         ),
+        # A custom derivative in a conditional was not known as the forward pass's.
+        Spec(
+            (
+                Layer(("tanh",), submesh=0, stage=0),
+                Layer(("tanh",), submesh=1, stage=1),
+                Layer(("sine",), submesh=1, stage=1),
+                Layer(("norm",), submesh=2, stage=2),
+                *(Layer(("tanh",), submesh=n, stage=3 + n) for n in range(3)),
+            ),
+            sliced=(3, 1, 1),
+            checkpoint=True,
+            gated=1,
+            **LOOPED,
+        ),
         # A stack of one row a stage, in another order than the stages, lay where it was read.
         Spec(
             stages((("norm",), 1), (("norm",), 3), (("norm",), 0)),

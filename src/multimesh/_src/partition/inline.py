@@ -43,13 +43,9 @@ from multimesh._src.ir.flat import (
 )
 from multimesh._src.ir.scope import Scope
 from multimesh._src.jax_compat import jaxprs
-from multimesh._src.partition.remat import is_remat, recomputes
+from multimesh._src.partition.remat import CALLS, is_remat, recomputes
 from multimesh._src.partition.seeds import Seeds
 
-_CALLS = frozenset(("jit", "pjit", "closed_call", "core_call", "eval_jaxpr", "remat_call")) | {
-    "custom_jvp_call",
-    "custom_vjp_call",
-}
 _MAX_SCALARS = 16  # elements up to which a conditional without tasks is not worth cutting
 
 
@@ -198,7 +194,7 @@ class Builder:
     def _opener(self, eqn: Any, scope: Scope) -> Callable[..., Sequence[Operand]] | None:
         """What opens an equation with a program inside; None where it stays whole."""
         name = eqn.primitive.name
-        if name in _CALLS or (is_remat(eqn) and self._is_open(eqn, scope)):
+        if name in CALLS or (is_remat(eqn) and self._is_open(eqn, scope)):
             return self._inline_call
         runs = name == "scan" and eqn.params["length"] > 0  # an empty stack has no slices
         if runs and self.seeds.has_layers(eqn, scope):

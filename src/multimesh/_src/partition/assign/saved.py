@@ -28,7 +28,7 @@ from multimesh._src.ir.flat import (
 from multimesh._src.jax_compat import jaxprs
 from multimesh._src.partition.dedupe import hashable
 from multimesh._src.partition.prune import has_effect
-from multimesh._src.partition.remat import without_remat
+from multimesh._src.partition.remat import without_calls
 
 _Spot = tuple[int | None, int | None]
 """A submesh and a stage."""
@@ -102,7 +102,7 @@ class _Saved:
         """For each output a value that equal outputs share.
 
         Of control flow autodiff makes other equations, which give residuals too and hold no remat
-        regions: only the part that makes an output counts.
+        regions and no custom derivatives: only the part that makes an output counts.
         """
         eqn, numbers = equation.eqn, range(len(equation.outputs))
         if not jaxprs.sub_jaxprs(eqn.params):
@@ -115,7 +115,7 @@ class _Saved:
                 keys.append(("passed on", equation.serial, k))
             else:
                 inputs = [equation.inputs[position] for position in part.operands]
-                key = self._key(without_remat(part.eqn), inputs, equation.guards)
+                key = self._key(without_calls(part.eqn), inputs, equation.guards)
                 keys.append((key, part.outputs.index(k)))  # a part may have to make more than one
         return keys
 
