@@ -104,14 +104,3 @@ def test_a_batch_that_is_state_does_not_move(change):
         batch, _ = staged(batch, params)
         moves.append(counters.since(before).argument_moves)
     assert moves[1] == moves[2] == len(params)  # the parameters, which are given from one device
-
-
-def test_gradients_of_a_compiled_function_with_microbatches():
-    """The forward pass gives the cut batch to the backward one, as a result."""
-
-    def loss(params, batch):
-        return microbatch(square_loss, 0, 2, argnum=1, reduce="mean")(params, batch)
-
-    with pipeline(2):
-        ours = jax.grad(mjit(loss), argnums=(0, 1))(weights(2), BATCH)
-    assert_close(ours, jax.grad(loss, argnums=(0, 1))(weights(2), BATCH))

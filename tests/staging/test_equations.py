@@ -11,7 +11,7 @@ import pytest
 from multimesh._src.errors import TraceError
 from multimesh._src.jax_compat import jit_hook
 from multimesh._src.runtime import counters
-from multimesh.jax import MultiMesh, mjit
+from multimesh.jax import MultiMesh, microbatch, mjit
 from tests.staging import models
 
 LAYERS = 2
@@ -78,6 +78,19 @@ def test_transformations(name: str, multi_mesh: MultiMesh) -> None:
     with multi_mesh:
         ours = TRANSFORMED[name](mjit(models.loss), params, x, y)
     check(ours, TRANSFORMED[name](models.loss, models.on_host(params), x, y))
+
+
+def test_grad_of_microbatches(multi_mesh: MultiMesh) -> None:
+    """The forward pass gives the cut batch to the backward one, as a result."""
+
+    def loss(params: Any, batch: Any) -> jax.Array:
+        mean = microbatch(lambda p, b: models.loss(p, *b), 0, 2, argnum=1, reduce="mean")
+        return mean(params, batch)
+
+    params, batch = placed_params(multi_mesh), models.make_batches(1)[0]
+    with multi_mesh:
+        ours = jax.grad(mjit(loss), argnums=(0, 1))(params, batch)
+    check(ours, jax.grad(loss, argnums=(0, 1))(models.on_host(params), batch))
 
 
 def test_second_order_and_checkpoint() -> None:
